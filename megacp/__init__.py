@@ -1,0 +1,1 @@
+"""megacp: training language models on contexts of millions of tokens."""
