@@ -1,0 +1,30 @@
+"""The all-to-all that turns tokens-on-every-rank into heads-on-every-rank and back, without a transpose.
+
+Contiguous shards make it free of copies: rank `c` holds tokens `[c·T, (c+1)·T)`, so what a rank receives as `[C, T, heads, D]`
+(one block a sender) *is* `[S, heads, D]` in memory, and what it sends back as `[S, heads, D]` is `[C, T, heads, D]`, one block
+a receiver.
+
+Worked example, 2 ranks, T = 3, one head each, D = 1; the letter is the head, the digit the token:
+
+    rank 0 sends  [[a0 a1 a2], [b0 b1 b2]]      receives [[a0 a1 a2], [a3 a4 a5]] = head a of all 6 tokens
+    rank 1 sends  [[a3 a4 a5], [b3 b4 b5]]      receives [[b0 b1 b2], [b3 b4 b5]] = head b of all 6 tokens
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def all_to_all(send_C: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Exchanges block `r` of `send_C` with rank `r` of `group`; returns a tensor of the same shape, block `r` from rank `r`.
+
+    `send_C` is contiguous, its first dimension the group's size. With one rank (or `group` None) nothing travels and the
+    input itself comes back. Raises ValueError for another shape.
+    """
+    size = 1 if group is None else group.size()
+    if send_C.shape[0] != size or not send_C.is_contiguous():
+        raise ValueError(f"all_to_all over {size} ranks takes a contiguous [{size}, ...], not {tuple(send_C.shape)}")
+    if size == 1:
+        return send_C
+    received_C = torch.empty_like(send_C)
+    dist.all_to_all_single(received_C, send_C, group=group)
+    return received_C
