@@ -6,7 +6,7 @@
     >>> config.parameter_count()
     8030261248
     >>> dataclasses.replace(config, num_layers=2).parameter_count()
-    1486909440
+    1486901248
 
 In the letters of the design: `d` hidden_size, `F` ffn_hidden_size, `H` num_attention_heads, `K` num_query_groups,
 `D` kv_channels, `V` vocab_size. The field names are those of Megatron's flags. `H * D` need not equal `d` (Qwen3-32B: 8192, 5120).
