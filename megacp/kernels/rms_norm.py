@@ -1,0 +1,49 @@
+"""Root-mean-square normalisation and its explicit backward (Zhang and Sennrich, arXiv 1910.07467, eq. 4).
+
+    y = w * x / sqrt(mean(x^2) + eps)                     the mean runs over the last dimension
+
+Worked example: x_Td = [[3, 4]], w_d = [1, 2], eps = 0. The mean square is 12.5, so y_Td = [[0.8485, 2.2627]].
+
+The same two functions serve the layer's norms (x_Td, weight [d]) and the q and k norms of Qwen3 (x_tHD, weight [D]).
+Statistics are fp32 (float64 for float64 input) and each result is rounded once, to the dtype of x. Temporaries are a few
+fp32 copies of x, so long inputs come in tiles of tokens.
+"""
+
+import torch
+from torch import Tensor
+
+from megacp.kernels.precision import compute_dtype
+
+
+def rms_norm(x_Td: Tensor, weight_d: Tensor, eps: float) -> Tensor:
+    """Normalise the last dimension of x (any leading dimensions) and scale it by the weight; the dtype is that of x."""
+    _check_weight(x_Td, weight_d)
+    x = x_Td.to(compute_dtype(x_Td.dtype))
+    return (x * _reciprocal_rms(x, eps)).mul_(weight_d).to(x_Td.dtype)
+
+
+def rms_norm_backward(dy_Td: Tensor, x_Td: Tensor, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gradients (dx_Td in the dtype of x, dweight_d in fp32, float64 for float64 input).
+
+    With x' = x * r, r = 1 / rms(x) and a = dy * w:  dx = r * (a - x' * mean(a * x')),  dweight = sum over tokens of dy * x'.
+    """
+    _check_weight(x_Td, weight_d)
+    dtype = compute_dtype(x_Td.dtype)
+    x, dy = x_Td.to(dtype), dy_Td.to(dtype)
+    r = _reciprocal_rms(x, eps)
+    normed = x * r
+    product = dy * normed
+    dweight_d = product.flatten(0, -2).sum(0) if product.dim() > 1 else product.clone()
+    projection = product.mul_(weight_d).mean(-1, keepdim=True)
+    dx = (dy * weight_d).sub_(normed.mul_(projection)).mul_(r)
+    return dx.to(x_Td.dtype), dweight_d
+
+
+def _reciprocal_rms(x: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
+
+
+def _check_weight(x: Tensor, weight: Tensor) -> None:
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"RMSNorm weight of shape {list(weight.shape)} does not fit x of shape {list(x.shape)};"
+                         f" [{x.shape[-1]}] does")
