@@ -1,0 +1,142 @@
+"""A Llama or Qwen3 decoder layer whose forward and backward are two explicit schedules.
+
+    h_mid = h + Wo · attention(RoPE(Wq · norm(h)), RoPE(Wk · norm(h)), Wv · norm(h))
+    h_out = h_mid + W_down · (silu(W_gate · norm(h_mid)) * W_up · norm(h_mid))
+
+Autograd sees one node. Between forward and backward the layer keeps its input `h` (1 u), the attention output `O` (1 u, stage by
+stage) and the log-sum-exp; backward makes everything else again, tile by tile, but never the attention forward. `u` is one
+`[T, d]` tensor of a rank.
+
+Worked example, Llama3-8B on 8 ranks at 1M tokens: `u` is 1 GiB; 2 GiB a layer are kept, and no tensor of MLP width (3.5 u) exists
+for more than a tile of `tile_size` tokens.
+
+Letters: T tokens of the rank, t of a tile, C ranks of the Ulysses group, n heads of a stage for one rank, o = H·D, d hidden size,
+F MLP width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from megacp.context_parallel.engine import stages_backward, stages_forward
+from megacp.kernels.precision import compute_dtype
+from megacp.kernels.rms_norm import rms_norm, rms_norm_backward
+from megacp.kernels.swiglu import swiglu, swiglu_backward
+from megacp.kernels.weight_gradient import accumulate_weight_gradient
+from megacp.model.attention_projections import AttentionProjections
+from megacp.model.config import ModelConfig
+from megacp.model.layer_context import LayerContext, LayerWeights
+
+
+class DecoderLayer(nn.Module):
+    """One decoder layer. Parameters are named and shaped as in `LayerWeights`; `None` where the model has no q/k norm."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.config = config
+        for name, shape in layer_weight_shapes(config).items():
+            weight = None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            self.register_parameter(name, weight)
+
+    def forward(self, h_Td: Tensor, context: LayerContext) -> Tensor:
+        """`h_Td` → `h_Td`, a new tensor. Backward overwrites the gradient it is given: it becomes the gradient of the input."""
+        weights = (getattr(self, name) for name in LayerWeights._fields)
+        return _DecoderLayerFunction.apply(h_Td, self.config, context, *weights)
+
+
+def layer_weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...] | None]:
+    """Shape of each weight by its `LayerWeights` name; None for the q/k norms of a model without them."""
+    hidden, width = config.hidden_size, config.ffn_hidden_size
+    queries = config.num_attention_heads * config.kv_channels
+    keys = config.num_query_groups * config.kv_channels
+    head_norm = (config.kv_channels,) if config.qk_layernorm else None
+    shapes = LayerWeights(
+        input_layernorm=(hidden,), q_proj=(queries, hidden), k_proj=(keys, hidden), v_proj=(keys, hidden),
+        o_proj=(hidden, queries), q_norm=head_norm, k_norm=head_norm, post_attention_layernorm=(hidden,),
+        gate_proj=(width, hidden), up_proj=(width, hidden), down_proj=(hidden, width),
+    )  # fmt: skip
+    return shapes._asdict()
+
+
+class _DecoderLayerFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h_Td: Tensor, config: ModelConfig, context: LayerContext, *weights: Tensor | None) -> Tensor:
+        w = LayerWeights(*weights)
+        projections = AttentionProjections(context, h_Td, w, config.norm_epsilon, config.kv_channels)
+        outputs, log_sum_exps = stages_forward(context.attention, projections.pack_q, projections.pack_kv)
+        h_out_Td = torch.empty_like(h_Td)
+        for start, stop in context.tiles(len(h_Td)):
+            o_to = _gather_heads(context, outputs, start, stop)
+            h_out_Td[start:stop] = _mlp_forward(torch.addmm(h_Td[start:stop], o_to, w.o_proj.t()), w, config.norm_epsilon)
+        ctx.save_for_backward(h_Td, *weights)
+        ctx.config, ctx.context, ctx.attention = config, context, (outputs, log_sum_exps)
+        return h_out_Td
+
+    @staticmethod
+    def backward(ctx, g_Td: Tensor):
+        if ctx.attention is None:
+            raise RuntimeError("a decoder layer runs backward once per forward: what it kept is freed on the way")
+        h_Td, *weights = ctx.saved_tensors
+        (outputs, log_sum_exps), ctx.attention = ctx.attention, None
+        w, config, context = LayerWeights(*weights), ctx.config, ctx.context
+        grads = LayerWeights(*(None if x is None else torch.zeros_like(x, dtype=compute_dtype(x.dtype)) for x in w))
+        g_Td = g_Td.contiguous()  # a tensor of our own when it was not: from here on it is overwritten
+
+        output_grads = [torch.empty_like(o_CTnD) for o_CTnD in outputs]
+        for start, stop in context.tiles(len(h_Td)):
+            o_to = _gather_heads(context, outputs, start, stop)
+            h_mid_td = torch.addmm(h_Td[start:stop], o_to, w.o_proj.t())
+            _mlp_backward_(g_Td[start:stop], h_mid_td, w, grads, config.norm_epsilon)
+            accumulate_weight_gradient(grads.o_proj, g_Td[start:stop], o_to)
+            _scatter_heads(context, g_Td[start:stop] @ w.o_proj, output_grads, start, stop)
+
+        dxn_Td = torch.zeros_like(h_Td)
+        projections = AttentionProjections(context, h_Td, w, config.norm_epsilon, config.kv_channels, grads, dxn_Td)
+        stages_backward(
+            context.attention, projections.pack_q, projections.pack_kv, outputs, log_sum_exps, output_grads,
+            projections.unpack_dq, projections.unpack_dkv,
+        )  # fmt: skip
+        for start, stop in context.tiles(len(h_Td)):
+            dh_td, dnorm_d = rms_norm_backward(dxn_Td[start:stop], h_Td[start:stop], w.input_layernorm, config.norm_epsilon)
+            g_Td[start:stop] += dh_td
+            grads.input_layernorm.add_(dnorm_d)
+        return g_Td, None, None, *grads
+
+
+def _mlp_forward(h_mid_td: Tensor, w: LayerWeights, eps: float) -> Tensor:
+    """`h_mid + MLP(norm(h_mid))` of one tile."""
+    y_td = rms_norm(h_mid_td, w.post_attention_layernorm, eps)
+    z_tF = swiglu(y_td @ w.gate_proj.t(), y_td @ w.up_proj.t())
+    return h_mid_td.addmm_(z_tF, w.down_proj.t())
+
+
+def _mlp_backward_(g_td: Tensor, h_mid_td: Tensor, w: LayerWeights, grads: LayerWeights, eps: float) -> None:
+    """Turns `g_td` from the gradient of the layer's output into that of `h_mid`, in place; adds to the weight gradients."""
+    y_td = rms_norm(h_mid_td, w.post_attention_layernorm, eps)
+    dgate_tF, dup_tF, z_tF = swiglu_backward(g_td @ w.down_proj, y_td @ w.gate_proj.t(), y_td @ w.up_proj.t())
+    accumulate_weight_gradient(grads.down_proj, g_td, z_tF)
+    del z_tF
+    accumulate_weight_gradient(grads.gate_proj, dgate_tF, y_td)
+    accumulate_weight_gradient(grads.up_proj, dup_tF, y_td)
+    dy_td = (dgate_tF @ w.gate_proj).addmm_(dup_tF, w.up_proj)
+    dh_td, dnorm_d = rms_norm_backward(dy_td, h_mid_td, w.post_attention_layernorm, eps)
+    grads.post_attention_layernorm.add_(dnorm_d)
+    g_td += dh_td
+
+
+def _gather_heads(context: LayerContext, stages_CTnD: list[Tensor], start: int, stop: int) -> Tensor:
+    """All heads of a tile in natural order, `[t, H·D]`, from the outputs of the stages."""
+    schedule = context.attention.schedule
+    first = stages_CTnD[0]
+    tile_tCnD = first.new_empty(stop - start, schedule.ulysses_degree, schedule.heads_per_rank, first.shape[-1])
+    for stage, o_CTnD in zip(schedule.stages, stages_CTnD):
+        tile_tCnD[:, :, stage.q_start : stage.q_stop] = o_CTnD[:, start:stop].transpose(0, 1)
+    return tile_tCnD.flatten(1)
+
+
+def _scatter_heads(context: LayerContext, x_to: Tensor, stages_CTnD: list[Tensor], start: int, stop: int) -> None:
+    """The inverse of `_gather_heads`: writes a tile `[t, H·D]` to the buffers of the stages."""
+    schedule = context.attention.schedule
+    tile_tCnD = x_to.unflatten(1, (schedule.ulysses_degree, schedule.heads_per_rank, -1))
+    for stage, o_CTnD in zip(schedule.stages, stages_CTnD):
+        o_CTnD[:, start:stop] = tile_tCnD[:, :, stage.q_start : stage.q_stop].transpose(0, 1)
+

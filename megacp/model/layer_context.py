@@ -1,0 +1,55 @@
+"""What a decoder layer is given besides hidden states: the micro-batch's context and its weights by name.
+
+Worked example, the context of one rank of two, a stream of 16 tokens with a border at 5, Ulysses (all 8 heads in one stage):
+
+    LayerContext(
+        attention=AttentionSettings(build_head_schedule(8, 4, 2, 8), group, Documents((0, 5, 16)), scale=32**-0.5, backend="reference"),
+        position_ids_T=torch.arange(8, 16),            # this rank's tokens
+        inv_freq_D2=inverse_frequencies(32, 5e5), rotary_factor=1.0, tile_size=8192,
+    )
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megacp.context_parallel.engine import AttentionSettings
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Shared by all layers of a micro-batch. `tile_size`: tokens of a rank that one step of a loop over tokens handles."""
+
+    attention: AttentionSettings
+    position_ids_T: Tensor  # int64
+    inv_freq_D2: Tensor  # float64, on the device of the hidden states
+    rotary_factor: float
+    tile_size: int
+
+    def tiles(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """`(start, stop)` of each tile of `tokens`; the last may be shorter."""
+        return tiles(tokens, self.tile_size)
+
+
+def tiles(tokens: int, tile_size: int) -> Iterator[tuple[int, int]]:
+    """`(start, stop)` of runs of `tile_size` tokens that cover `tokens`; the last may be shorter."""
+    for start in range(0, tokens, tile_size):
+        yield start, min(start + tile_size, tokens)
+
+
+class LayerWeights(NamedTuple):
+    """A layer's weights, or their gradient totals, in Hugging Face's shapes `[out, in]`. q_norm and k_norm: Qwen3, else None."""
+
+    input_layernorm: Tensor  # [d]
+    q_proj: Tensor  # [H·D, d]
+    k_proj: Tensor  # [K·D, d]
+    v_proj: Tensor  # [K·D, d]
+    o_proj: Tensor  # [d, H·D]
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    post_attention_layernorm: Tensor  # [d]
+    gate_proj: Tensor  # [F, d]
+    up_proj: Tensor  # [F, d]
+    down_proj: Tensor  # [d, F]
