@@ -19,8 +19,7 @@ import torch
 
 from megacp.data.dataset import SequenceDataset
 from megacp.data.indexed_dataset import DatasetError
-
-IGNORE_INDEX = -100  # label of a token that takes no part in the loss
+from megacp.kernels.cross_entropy import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
