@@ -1,0 +1,266 @@
+"""What the flags of a run must satisfy together, and for each broken rule a value that works.
+
+    --context-parallel-size 12 does not divide --num-attention-heads 32; 8 or 16 works
+
+An `ArgumentError` carries its advice also as data, here `({"context_parallel_size": 8}, {"context_parallel_size": 16})`:
+alternatives of which each one repairs the rule (None: leave the flag out). Tests follow the advice and see that it is true.
+The checks are functions of numbers: no device, no file, no process group. They run in the order of `validate_args`, and
+each may lean on those before it.
+"""
+
+import argparse
+import math
+
+from megacp.kernels.rotary import RopeScaling
+from megacp.model.config import ModelConfig
+
+LLAMA3_ONLY = ("rope_low_freq_factor", "rope_high_freq_factor")
+YARN_ONLY = ("rope_beta_fast", "rope_beta_slow", "rope_attention_factor")
+ANY_SCALING = ("rope_scaling_factor", "rope_original_max_position_embeddings")
+CUDA_BACKENDS = ("fa4", "fa3", "fa2", "cudnn")
+
+
+class ArgumentError(ValueError):
+    """Flags that cannot run. `fixes`: alternatives, each a dict from names in the namespace to values that work."""
+
+    def __init__(self, message: str, fixes: tuple[dict, ...] = ()):
+        super().__init__(message)
+        self.fixes = fixes
+
+
+def check_rope_scaling(args: argparse.Namespace, base: ModelConfig) -> None:
+    """Factors belong to the scaling type in force and are in order. `base`: the preset, before overrides."""
+    kind = args.rope_scaling_type or (base.rope_scaling.type if base.rope_scaling else "none")
+    foreign = {"none": ANY_SCALING + LLAMA3_ONLY + YARN_ONLY, "llama3": YARN_ONLY, "yarn": LLAMA3_ONLY}[kind]
+    given = [name for name in foreign if getattr(args, name) is not None]
+    if given:
+        _refuse(given[0], getattr(args, given[0]), f"means nothing with --rope-scaling-type {kind}", dict.fromkeys(given))
+    if kind == "none":
+        return
+    inherited = base.rope_scaling if base.rope_scaling is not None and base.rope_scaling.type == kind else RopeScaling
+    if kind == "yarn" and inherited is RopeScaling and args.rope_scaling_factor is None:
+        original = args.rope_original_max_position_embeddings or base.max_position_embeddings
+        factor = max(2, math.ceil(args.seq_length / original))
+        reason = f"needs --rope-scaling-factor: --seq-length {args.seq_length} over the original {original} tokens"
+        _refuse("rope_scaling_type", "yarn", reason, {"rope_scaling_factor": float(factor)})
+
+    def in_force(name, field):
+        return getattr(inherited, field) if getattr(args, name) is None else getattr(args, name)
+
+    low, high = in_force("rope_low_freq_factor", "low_freq_factor"), in_force("rope_high_freq_factor", "high_freq_factor")
+    if kind == "llama3" and not low < high:
+        fix = {"rope_low_freq_factor": high / 4} if args.rope_low_freq_factor else {"rope_high_freq_factor": 4 * low}
+        _refuse("rope_low_freq_factor", low, f"is not below --rope-high-freq-factor {high:g}", fix)
+    slow, fast = in_force("rope_beta_slow", "beta_slow"), in_force("rope_beta_fast", "beta_fast")
+    if kind == "yarn" and not slow <= fast:
+        fix = {"rope_beta_slow": fast / 32} if args.rope_beta_slow else {"rope_beta_fast": 32 * slow}
+        _refuse("rope_beta_slow", slow, f"is above --rope-beta-fast {fast:g}", fix)
+
+
+def check_model(args: argparse.Namespace, config: ModelConfig) -> None:
+    """The heads share their key/value heads evenly and have pairs to turn."""
+    heads, groups, context = config.num_attention_heads, config.num_query_groups, args.context_parallel_size
+    if heads % groups:
+        fitting = [count for count in _divisors(heads) if count % context == 0 or context % count == 0]
+        _refuse("num_query_groups", groups, f"does not divide --num-attention-heads {heads}",
+                *_values("num_query_groups", _nearest(groups, fitting)))  # fmt: skip
+    if config.kv_channels % 2:
+        _refuse("kv_channels", config.kv_channels, "is odd, but rotary positions turn pairs of channels",
+                {"kv_channels": config.kv_channels + 1})  # fmt: skip
+
+
+def check_parallel(args: argparse.Namespace, config: ModelConfig, world_size: int) -> None:
+    """Context parallelism fits the ranks and the heads; a stage has the same heads on every rank."""
+    heads, groups, context = config.num_attention_heads, config.num_query_groups, args.context_parallel_size
+    if args.pipeline_model_parallel_size != 1:
+        reason = "is not possible: pipeline parallelism is not built yet, all ranks go to context and data parallelism"
+        _refuse("pipeline_model_parallel_size", args.pipeline_model_parallel_size, reason, {"pipeline_model_parallel_size": 1})
+
+    reason = None
+    if world_size % context:
+        reason = f"does not divide the number of ranks {world_size}"
+    elif heads % context:
+        reason = f"does not divide --num-attention-heads {heads}"
+    elif groups % context and context % groups:
+        reason = f"neither divides nor is a multiple of --num-query-groups {groups}"
+    if reason:
+        fitting = _fitting_context_sizes(args, config, world_size)
+        _refuse("context_parallel_size", context, reason, *_values("context_parallel_size", _nearest(context, fitting)))
+
+    in_stage = args.upipe_heads_per_stage
+    if not in_stage:
+        return
+    legal = [count for count in _divisors(heads) if count % context == 0]
+    if args.cp_comm_type == "a2a" and in_stage != heads:
+        fixes = [{"upipe_heads_per_stage": None}] + ([{"cp_comm_type": "upipe"}] if in_stage in legal else [])
+        _refuse("upipe_heads_per_stage", in_stage, f"contradicts --cp-comm-type a2a, which moves all {heads} heads at once",
+                *fixes)  # fmt: skip
+    if in_stage not in legal:
+        reason = (
+            f"is not a multiple of --context-parallel-size {context}"
+            if in_stage % context
+            else f"does not divide --num-attention-heads {heads}"
+        )
+        _refuse("upipe_heads_per_stage", in_stage, reason, *_values("upipe_heads_per_stage", _nearest(in_stage, legal)))
+
+
+def _fitting_context_sizes(args, config, world_size) -> list[int]:
+    """Context sizes that fit ranks, heads, stage and sequence; of those the ones that fit the global batch, if any does."""
+    heads, groups, tokens = config.num_attention_heads, config.num_query_groups, args.seq_length * args.micro_batch_size
+    stage = args.upipe_heads_per_stage or heads
+    fitting = [
+        size
+        for size in _divisors(world_size)
+        if heads % size == 0
+        and (groups % size == 0 or size % groups == 0)
+        and stage % size == 0
+        and tokens % size == 0
+    ]
+    batch = args.global_batch_size or 0
+    return [size for size in fitting if batch % (args.micro_batch_size * (world_size // size)) == 0] or fitting
+
+
+def check_batch(args: argparse.Namespace, world_size: int) -> None:
+    """Ranks hold equally many tokens; a step is a whole number of micro-batches on every rank; it can run as asked."""
+    context, micro = args.context_parallel_size, args.micro_batch_size
+    if args.seq_length * micro % context:
+        step = context // math.gcd(context, micro)
+        reason = f"times --micro-batch-size {micro} is not a multiple of --context-parallel-size {context}"
+        _refuse("seq_length", args.seq_length, reason, *_values("seq_length", _multiples_around(args.seq_length, step)))
+    data = world_size // context
+    if args.global_batch_size and args.global_batch_size % (micro * data):
+        reason = f"is not a multiple of --micro-batch-size {micro} x data-parallel size {data}"
+        _refuse("global_batch_size", args.global_batch_size, reason,
+                *_values("global_batch_size", _multiples_around(args.global_batch_size, micro * data)))  # fmt: skip
+    if args.bf16 and args.fp32:
+        raise ArgumentError("--bf16 and --fp32 contradict each other; one of the two works",
+                            ({"fp32": False}, {"bf16": False}))  # fmt: skip
+    if args.device == "cpu" and args.attention_backend in CUDA_BACKENDS:
+        _refuse("attention_backend", args.attention_backend, "needs --device cuda",
+                *_values("attention_backend", ["auto", "torch", "reference"]))  # fmt: skip
+
+
+def check_schedule(args: argparse.Namespace) -> None:
+    """Warm-up, decay and end of the run come in this order, and the learning rate does not end above its start."""
+    if args.min_lr > args.lr:
+        _refuse("min_lr", args.min_lr, f"is above --lr {args.lr:g}", {"min_lr": float(f"{args.lr / 10:.3g}")})
+    limit, limit_flag = args.train_iters, "--train-iters"
+    if args.lr_decay_style != "constant" and args.lr_decay_iters and args.lr_decay_iters < limit:
+        limit, limit_flag = args.lr_decay_iters, "--lr-decay-iters"
+    if args.lr_warmup_iters >= limit:
+        _refuse("lr_warmup_iters", args.lr_warmup_iters, f"is not below {limit_flag} {limit}",
+                {"lr_warmup_iters": limit // 10})  # fmt: skip
+    if not args.lr_wsd_decay_iters:
+        return
+    if args.lr_decay_style != "WSD":
+        _refuse("lr_wsd_decay_iters", args.lr_wsd_decay_iters, f"means nothing with --lr-decay-style {args.lr_decay_style}",
+                {"lr_wsd_decay_iters": None})  # fmt: skip
+    room = (args.lr_decay_iters or args.train_iters) - args.lr_warmup_iters
+    if args.lr_wsd_decay_iters > room:
+        _refuse("lr_wsd_decay_iters", args.lr_wsd_decay_iters, f"is more than the {room} steps after the warm-up",
+                {"lr_wsd_decay_iters": room})  # fmt: skip
+
+
+def check_data(args: argparse.Namespace) -> None:
+    """One source of tokens, well formed, and the tokenizer that made it."""
+    split = [_float(share) for share in args.split.split(",")]
+    if len(split) > 3 or any(not (math.isfinite(share) and share >= 0) for share in split) or split[0] <= 0:
+        _refuse("split", args.split, "is not one to three shares of documents, the first of them above 0",
+                *_values("split", ["969,30,1", "1,0,0"]))  # fmt: skip
+    if args.mock_data and args.data_path:
+        raise ArgumentError("--mock-data and --data-path contradict each other; one of the two works",
+                            ({"mock_data": False}, {"data_path": None}))  # fmt: skip
+    if args.mock_data:
+        return
+    if not args.data_path:
+        raise ArgumentError("nothing to train on: --data-path PREFIX or, to try out, --mock-data works",
+                            ({"mock_data": True},))  # fmt: skip
+    weights = [_float(word) for word in args.data_path[::2]]
+    blend = len(args.data_path) % 2 == 0 and all(math.isfinite(weight) and weight > 0 for weight in weights)
+    if len(args.data_path) > 1 and not blend:
+        prefixes = [word for word in args.data_path if math.isnan(_float(word))] or args.data_path
+        fix = prefixes if len(prefixes) == 1 else [word for prefix in prefixes for word in ("1", prefix)]
+        reason = "is neither one prefix nor `weight prefix weight prefix ...` with weights above 0"
+        _refuse("data_path", " ".join(args.data_path), reason, {"data_path": fix})
+    if args.tokenizer_type is None:
+        raise ArgumentError("--data-path needs the --tokenizer-type that made it; --tokenizer-type Byte works for bytes",
+                            ({"tokenizer_type": "Byte"},))  # fmt: skip
+    if args.tokenizer_type != "Byte" and not args.tokenizer_model:
+        file = "tokenizer.model" if args.tokenizer_type == "SentencePiece" else "tokenizer.json"
+        _refuse("tokenizer_type", args.tokenizer_type, "needs --tokenizer-model FILE, the one the data was made with",
+                {"tokenizer_model": file})  # fmt: skip
+
+
+def check_state(args: argparse.Namespace) -> None:
+    if args.save_interval and not args.save:
+        _refuse("save_interval", args.save_interval, "needs --save DIR", {"save": "checkpoints"}, {"save_interval": None})
+
+
+def check_vocab_size(config: ModelConfig, tokenizer_vocab_size: int) -> None:
+    """Every token id has a row of the embedding. For once the tokenizer is loaded."""
+    if config.vocab_size < tokenizer_vocab_size:
+        _refuse("vocab_size", config.vocab_size, f"is smaller than the tokenizer's {tokenizer_vocab_size} ids",
+                {"vocab_size": -(-tokenizer_vocab_size // 128) * 128})  # fmt: skip
+
+
+def long_context_notes(args: argparse.Namespace, config: ModelConfig) -> list[str]:
+    """A line for the person when positions pass what the model is made for: right from scratch, rarely for a loaded model."""
+    scaling, reach = config.rope_scaling, config.max_position_embeddings
+    if scaling is not None:
+        reach = max(reach, int(scaling.factor * scaling.original_max_position_embeddings))
+    if args.seq_length <= reach:
+        return []
+    original = scaling.original_max_position_embeddings if scaling else reach
+    return [
+        f"--seq-length {args.seq_length} is longer than the {reach} positions the model is made for; to stretch a "
+        f"pre-trained one: --rope-scaling-type yarn --rope-original-max-position-embeddings {original} "
+        f"--rope-scaling-factor {math.ceil(args.seq_length / original)}"
+    ]
+
+
+def _refuse(name: str, value, reason: str, *fixes: dict) -> None:
+    """Raise for the flag `name`. Fixes that change the flag itself are shown as bare values."""
+    own = all(list(fix) == [name] and fix[name] is not None for fix in fixes)
+    shown = [_text(fix[name]) if own else " ".join(map(_setting, fix, fix.values())) for fix in fixes]
+    value = f"{value:g}" if isinstance(value, float) else value
+    raise ArgumentError(f"{_flag(name)} {value} {reason}; {' or '.join(shown)} works", fixes)
+
+
+def _setting(name: str, value) -> str:
+    return f"without {_flag(name)}" if value is None else f"{_flag(name)} {_text(value)}"
+
+
+def _text(value) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return " ".join(value) if isinstance(value, list) else str(value)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _values(name: str, values) -> list[dict]:
+    return [{name: value} for value in values]
+
+
+def _float(word: str) -> float:
+    """The number that `word` spells, or NaN."""
+    try:
+        return float(word)
+    except ValueError:
+        return math.nan
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _nearest(value: int, candidates: list[int]) -> list[int]:
+    """The largest candidate up to `value` and the smallest above it; `candidates` ascend."""
+    return [c for c in candidates if c <= value][-1:] + [c for c in candidates if c > value][:1]
+
+
+def _multiples_around(value: int, step: int) -> list[int]:
+    down = value // step * step
+    return [down, down + step] if down else [step]

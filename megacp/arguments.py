@@ -1,0 +1,293 @@
+"""Every flag of a training run, once: grouped, typed, with its default and unit.
+
+    args = parse_args("--model llama3-8b --context-parallel-size 8 --seq-length 1048576 --mock-data".split())
+    notes = validate_args(args, world_size=16)  # before any process group; ArgumentError says what would work
+    args.upipe_heads_per_stage, args.global_batch_size  # (8, 2): what was left open is filled in
+    config = model_config_from_args(args)  # the preset with the overrides applied
+    dtype = resolve_precision(args, "cuda")  # torch.bfloat16
+
+Names are Megatron's where Megatron has the flag. A flag that is left out keeps the value of its help text; flags of the
+model keep the preset's value. What flags must satisfy together is in `megacp/argument_checks.py`.
+"""
+
+import argparse
+import dataclasses
+import math
+
+import torch
+
+from megacp.argument_checks import (
+    ArgumentError,
+    check_batch,
+    check_data,
+    check_model,
+    check_parallel,
+    check_rope_scaling,
+    check_schedule,
+    check_state,
+    long_context_notes,
+)
+from megacp.kernels.rotary import RopeScaling
+from megacp.model.config import PRESETS, ModelConfig, preset
+
+EXAMPLE = """example, one node of 8 GPUs:
+  torchrun --nproc-per-node 8 pretrain_llama.py --model llama3-8b --context-parallel-size 8 --seq-length 1048576 \\
+      --data-path corpus --tokenizer-type HuggingFace --tokenizer-model tokenizer.json --train-iters 1000
+"""
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The flags as a namespace (dashes become underscores); `argv` None reads the command line. Not checked together yet."""
+    return build_parser().parse_args(argv)
+
+
+def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
+    """Refuse what cannot run on `world_size` ranks, then fill in what was left open. Pure: touches no device or file.
+
+    Fills global_batch_size (sequences), upipe_heads_per_stage, lr_decay_iters and, with the WSD style, lr_wsd_decay_iters.
+    Returns notes for the person (one line each): legal, but maybe not meant. Raises ArgumentError.
+    """
+    check_rope_scaling(args, _preset_of(args))
+    config = model_config_from_args(args)
+    check_model(args, config)
+    check_parallel(args, config, world_size)
+    check_batch(args, world_size)
+    check_schedule(args)
+    check_data(args)
+    check_state(args)
+
+    context = args.context_parallel_size
+    if not args.upipe_heads_per_stage:
+        args.upipe_heads_per_stage = context if args.cp_comm_type == "upipe" else config.num_attention_heads
+    if not args.global_batch_size:
+        args.global_batch_size = args.micro_batch_size * (world_size // context)
+    if not args.lr_decay_iters:
+        args.lr_decay_iters = args.train_iters
+    if args.lr_decay_style == "WSD" and not args.lr_wsd_decay_iters:
+        args.lr_wsd_decay_iters = max(1, min(args.lr_decay_iters // 10, args.lr_decay_iters - args.lr_warmup_iters))
+    return long_context_notes(args, config)
+
+
+def model_config_from_args(args: argparse.Namespace) -> ModelConfig:
+    """The preset of --model with every given field replaced. Raises ArgumentError for an unknown preset."""
+    base = _preset_of(args)
+    fields = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("name", "rope_scaling")]
+    given = {name: getattr(args, name) for name in fields if getattr(args, name, None) is not None}
+    return dataclasses.replace(base, rope_scaling=_rope_scaling(args, base), **given)
+
+
+def resolve_precision(args: argparse.Namespace, device: torch.device | str) -> torch.dtype:
+    """The dtype of the forward and backward on `device`: as asked, else bfloat16 on cuda and float32 on cpu."""
+    if args.bf16 or args.fp32:
+        return torch.bfloat16 if args.bf16 else torch.float32
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+
+
+def _preset_of(args: argparse.Namespace) -> ModelConfig:
+    try:
+        return preset(args.model)
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
+
+
+def _rope_scaling(args: argparse.Namespace, base: ModelConfig) -> RopeScaling | None:
+    kind = args.rope_scaling_type or (base.rope_scaling.type if base.rope_scaling else "none")
+    if kind == "none":
+        return None
+    if base.rope_scaling is not None and base.rope_scaling.type == kind:
+        values = dataclasses.asdict(base.rope_scaling)
+    else:  # Llama 3.1's numbers; YaRN's original length is the model's own
+        original = 8192 if kind == "llama3" else base.max_position_embeddings
+        values = dict(type=kind, factor=8.0, original_max_position_embeddings=original)
+    given = dict(
+        factor=args.rope_scaling_factor,
+        original_max_position_embeddings=args.rope_original_max_position_embeddings,
+        low_freq_factor=args.rope_low_freq_factor,
+        high_freq_factor=args.rope_high_freq_factor,
+        beta_fast=args.rope_beta_fast,
+        beta_slow=args.rope_beta_slow,
+        attention_factor=args.rope_attention_factor,
+    )
+    return RopeScaling(**values | {name: value for name, value in given.items() if value is not None})
+
+
+# ---------------------------------------------------------------------------------------------------------------- the flags
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Adds the default to every help text that does not speak of it, and uses the width of the terminal."""
+
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=40)
+
+    def _get_help_string(self, action):
+        default = action.default
+        silent = default is None or default is False or default == argparse.SUPPRESS or "default" in action.help
+        return action.help if silent else f"{action.help} (default: %(default)s)"
+
+
+def number(kind, minimum=None, above=None, below=None):
+    """An argparse type: an int or float inside its range. The error says the range."""
+    bounds = [
+        f"{word} {bound}"
+        for word, bound in (("at least", minimum), ("more than", above), ("less than", below))
+        if bound is not None
+    ]
+    wanted = f"{'a whole number' if kind is int else 'a number'} {' and '.join(bounds)}".strip()
+
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
+        fits = (
+            math.isfinite(value)
+            and (minimum is None or value >= minimum)
+            and (above is None or value > above)
+            and (below is None or value < below)
+        )
+        if not fits:
+            raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
+        return value
+
+    return parse
+
+
+COUNT = number(int, minimum=1)
+COUNT_OR_ZERO = number(int, minimum=0)
+POSITIVE = number(float, above=0)
+POSITIVE_OR_ZERO = number(float, minimum=0)
+FRACTION = number(float, minimum=0, below=1)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Train a Llama- or Qwen3-style decoder on long packed sequences.",
+        usage="torchrun --nproc-per-node RANKS pretrain_llama.py [flags]",
+        epilog=EXAMPLE,
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    for add in (_add_model, _add_rope, _add_parallel, _add_training, _add_schedule, _add_data, _add_state, _add_logging):
+        add(parser)
+    return parser
+
+
+def _add_model(parser):
+    group = parser.add_argument_group("model", "A preset; every field can be overridden.")
+    add = group.add_argument
+    add("--model", default="llama-tiny", metavar="PRESET", help=f"one of {', '.join(PRESETS)}")
+    add("--num-layers", type=COUNT, metavar="N", help="decoder layers")
+    add("--hidden-size", type=COUNT, metavar="N", help="width of the residual stream")
+    add("--ffn-hidden-size", type=COUNT, metavar="N", help="width of the SwiGLU MLP")
+    add("--num-attention-heads", type=COUNT, metavar="N", help="query heads")
+    add("--num-query-groups", type=COUNT, metavar="N", help="key/value heads; divides --num-attention-heads")
+    add("--kv-channels", type=COUNT, metavar="N", help="width of one head; even")
+    add("--vocab-size", type=COUNT, metavar="N", help="rows of the embedding; at least the tokenizer's size")
+    add("--max-position-embeddings", type=COUNT, metavar="TOKENS", help="context the model is made for; longer is a warning")
+    add("--norm-epsilon", type=POSITIVE, metavar="EPS", help="added to the mean square inside RMSNorm")
+    add("--qk-layernorm", action=argparse.BooleanOptionalAction, help="RMSNorm on every query and key head, as in Qwen3")
+    add("--untie-embeddings-and-output-weights", action=argparse.BooleanOptionalAction,
+        help="give the output head weights of its own")  # fmt: skip
+    add("--init-method-std", type=POSITIVE, metavar="STD", help="standard deviation of the initial weights")
+
+
+def _add_rope(parser):
+    group = parser.add_argument_group("rotary positions", "The preset's values unless given.")
+    add = group.add_argument
+    add("--rotary-base", type=POSITIVE, metavar="BASE", help="theta: the slowest pair turns once in about 2 pi theta tokens")
+    add("--rope-scaling-type", choices=("none", "llama3", "yarn"), help="how frequencies are slowed for longer contexts")
+    add("--rope-scaling-factor", type=number(float, minimum=1), metavar="X",
+        help="longer context / original context (default with llama3: 8; yarn needs it)")  # fmt: skip
+    add("--rope-original-max-position-embeddings", type=COUNT, metavar="TOKENS",
+        help="context before scaling (default with llama3: 8192, with yarn: the preset's)")  # fmt: skip
+    add("--rope-low-freq-factor", type=POSITIVE, metavar="X",
+        help="llama3: pairs with fewer turns over the original context are scaled (default: 1)")  # fmt: skip
+    add("--rope-high-freq-factor", type=POSITIVE, metavar="X", help="llama3: pairs with more turns are kept (default: 4)")
+    add("--rope-beta-fast", type=POSITIVE, metavar="X",
+        help="yarn: pairs with more turns over the original context are kept (default: 32)")  # fmt: skip
+    add("--rope-beta-slow", type=POSITIVE, metavar="X", help="yarn: pairs with fewer turns are scaled (default: 1)")
+    add("--rope-attention-factor", type=POSITIVE, metavar="X",
+        help="yarn: factor on cos and sin (default: 0.1 ln(scaling factor) + 1)")  # fmt: skip
+
+
+def _add_parallel(parser):
+    group = parser.add_argument_group("parallelism", "Data parallelism takes the ranks that context parallelism leaves.")
+    add = group.add_argument
+    add("--context-parallel-size", type=COUNT, default=1, metavar="C", help="ranks that share one sequence")
+    add("--cp-comm-type", choices=("upipe", "a2a"), default="upipe",
+        help="a2a: all heads travel at once (Ulysses); upipe: in stages, which takes less memory")  # fmt: skip
+    add("--upipe-heads-per-stage", type=COUNT, metavar="U",
+        help="query heads in flight over the context group; a multiple of C (default: C, the least memory)")  # fmt: skip
+    add("--pipeline-model-parallel-size", type=COUNT, default=1, metavar="P", help="pipeline stages; only 1 for now")
+    add("--distributed-timeout-minutes", type=POSITIVE_OR_ZERO, default=0.0, metavar="MIN",
+        help="a collective that waits longer ends the job; 0: from the predicted step time")  # fmt: skip
+
+
+def _add_training(parser):
+    group = parser.add_argument_group("training")
+    add = group.add_argument
+    add("--seq-length", type=COUNT, default=8192, metavar="TOKENS", help="length of one packed sequence, over all ranks")
+    add("--micro-batch-size", type=COUNT, default=1, metavar="N", help="sequences packed into one forward and backward")
+    add("--global-batch-size", type=COUNT_OR_ZERO, metavar="N",
+        help="sequences per step; more than micro batch x data-parallel size accumulates gradients (default: just that)")
+    add("--train-iters", type=COUNT, default=1000, metavar="STEPS", help="optimizer steps of the whole run")
+    add("--weight-decay", type=POSITIVE_OR_ZERO, default=0.1, metavar="X", help="AdamW, on matrices only")
+    add("--adam-beta1", type=FRACTION, default=0.9, metavar="X", help="decay of the mean gradient")
+    add("--adam-beta2", type=FRACTION, default=0.95, metavar="X", help="decay of the mean squared gradient")
+    add("--adam-eps", type=POSITIVE, default=1e-8, metavar="X", help="added to the root of the mean squared gradient")
+    add("--clip-grad", type=POSITIVE_OR_ZERO, default=1.0, metavar="NORM", help="largest global gradient norm; 0: no clipping")
+    add("--seed", type=COUNT_OR_ZERO, default=1234, metavar="N", help="of weights and data order")
+    add("--bf16", action="store_true", help="bf16 compute, fp32 master weights (default on cuda)")
+    add("--fp32", action="store_true", help="fp32 throughout (default on cpu)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda when there is one")
+    add("--attention-backend", choices=("auto", "fa4", "fa3", "fa2", "cudnn", "torch", "reference"), default="auto",
+        help="auto: the fastest that runs this shape")  # fmt: skip
+    add("--mlp-tile-size", type=COUNT, default=8192, metavar="TOKENS", help="tokens of a rank per step of the MLP")
+    add("--loss-tile-size", type=COUNT, default=4096, metavar="TOKENS", help="tokens of a rank per step of the output head")
+    add("--dry-run", action="store_true", help="build everything but the weights, print the summary, exit")
+
+
+def _add_schedule(parser):
+    group = parser.add_argument_group("learning rate")
+    add = group.add_argument
+    add("--lr", type=POSITIVE, default=3e-4, metavar="LR", help="largest learning rate")
+    add("--min-lr", type=POSITIVE_OR_ZERO, default=0.0, metavar="LR", help="where the decay ends")
+    add("--lr-decay-style", choices=("cosine", "linear", "constant", "WSD"), default="cosine",
+        help="WSD: warm up, stay, decay")  # fmt: skip
+    add("--lr-warmup-iters", type=COUNT_OR_ZERO, default=0, metavar="STEPS", help="steps of linear growth from 0")
+    add("--lr-decay-iters", type=COUNT, metavar="STEPS", help="step at which --min-lr is reached (default: --train-iters)")
+    add("--lr-wsd-decay-iters", type=COUNT, metavar="STEPS",
+        help="length of WSD's last part (default: a tenth of --lr-decay-iters)")  # fmt: skip
+
+
+def _add_data(parser):
+    group = parser.add_argument_group("data", "Either --data-path or --mock-data.")
+    add = group.add_argument
+    add("--data-path", nargs="+", metavar="W P",
+        help="prefix of a .bin/.idx pair, or several as `weight prefix weight prefix ...`")  # fmt: skip
+    add("--mock-data", action="store_true", help="made-up documents instead of files, for trying out and measuring")
+    add("--split", default="969,30,1", metavar="A,B,C", help="shares of documents for training, validation, test")
+    add("--tokenizer-type", choices=("SentencePiece", "HuggingFace", "Byte"), help="what --data-path was preprocessed with")
+    add("--tokenizer-model", metavar="FILE", help="tokenizer.model or tokenizer.json; Byte needs none")
+    add("--attention-mask", choices=("document", "causal"), default="document",
+        help="document: tokens see their own document; causal: the whole sequence before them")  # fmt: skip
+    add("--reset-position-ids", action="store_true", help="positions start at 0 in every document, not in every sequence")
+    add("--eod-mask-loss", action="store_true", help="no loss on what follows an end-of-document token")
+
+
+def _add_state(parser):
+    group = parser.add_argument_group("checkpoints")
+    add = group.add_argument
+    add("--save", metavar="DIR", help="where checkpoints go; one is written at the end of the run")
+    add("--load", metavar="DIR", help="continue from the newest checkpoint there, if any; any number of ranks")
+    add("--save-interval", type=COUNT, metavar="STEPS", help="also save every so many steps")
+    add("--ckpt-keep", type=COUNT, default=2, metavar="N", help="newest checkpoints that stay on disk")
+
+
+def _add_logging(parser):
+    group = parser.add_argument_group("logging")
+    add = group.add_argument
+    add("--log-interval", type=COUNT, default=1, metavar="STEPS", help="steps per line on the console")
+    add("--tensorboard-dir", metavar="DIR", help="where TensorBoard events go")
+    add("--log-jsonl", metavar="FILE", help="one JSON object a step")
