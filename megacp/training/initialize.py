@@ -1,0 +1,76 @@
+"""From the launcher's environment to a device and process groups.
+
+    device = select_device("auto")                          # cuda:LOCAL_RANK under torchrun on a GPU node, else cpu
+    initialize_distributed(layout, device, timeout)         # default group, parallel_state's groups
+
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without them the job is one rank and needs no launcher:
+`python pretrain_llama.py …` works.
+"""
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megacp.parallel_state import ParallelLayout, destroy_model_parallel, initialize_model_parallel
+
+MINIMUM_TIMEOUT = timedelta(minutes=10)
+
+
+def launched_world_size() -> int:
+    """Ranks of the job, from WORLD_SIZE; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_rank() -> int:
+    """This process's rank, from RANK; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def select_device(requested: str) -> torch.device:
+    """`auto` takes the GPU of LOCAL_RANK when there is one. Raises ValueError naming --device when it asks for what is not there."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    available = torch.cuda.device_count()
+    if requested == "cpu" or (requested == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise ValueError("--device cuda: torch finds no GPU here; --device cpu works")
+    if local_rank >= available:
+        raise ValueError(
+            f"--device {requested}: local rank {local_rank} has no GPU, this node has {available}; "
+            f"torchrun --nproc-per-node {available} gives each rank one"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def initialize_distributed(layout: ParallelLayout, device: torch.device, timeout: timedelta) -> None:
+    """Makes the default group (NCCL on GPUs, gloo on CPUs) and the groups of `layout`; `timeout` is that of every collective."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # One allocation pattern for steps of any length: segments grow in place instead of fragmenting.
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    initialize_model_parallel(layout, device.type, timeout)
+
+
+def shut_down_distributed() -> None:
+    """Ends the groups, if there are any."""
+    if dist.is_initialized():
+        destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def collective_timeout(minutes: float, step_seconds: float) -> timedelta:
+    """`minutes` when given; else five predicted steps, at least ten minutes: a rank may wait a step for a slower one."""
+    return timedelta(minutes=minutes) if minutes else max(MINIMUM_TIMEOUT, 5 * timedelta(seconds=step_seconds))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,111 @@
+"""One optimizer step: micro-batches forward and backward, gradients, clipping, update.
+
+    settings = StepSettings(config, schedule, attention_backend="auto", mlp_tile_size=8192, loss_tile_size=4096, clip_grad=1.0)
+    result = train_step(model, optimizer, micro_batches, settings, device, dtype, before_update)
+    result.loss, result.grad_norm                   # the mean over the unmasked tokens of the global batch; global L2 norm
+
+The loss of every micro-batch on every rank is divided by one number, the unmasked labels of the whole global batch, and gradients are
+summed. So neither layout nor accumulation nor where the masked tokens lie changes a result: a rank that holds only masked tokens
+adds zeros.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megacp import parallel_state
+from megacp.context_parallel.engine import AttentionSettings
+from megacp.context_parallel.head_schedule import HeadSchedule
+from megacp.data.batch import PackedBatch
+from megacp.kernels.attention import BackendChoice, Documents, select_backend
+from megacp.kernels.rotary import attention_factor, inverse_frequencies
+from megacp.model.config import ModelConfig
+from megacp.model.layer_context import LayerContext
+from megacp.model.llama import Llama
+from megacp.training.optimizer import clip_grad_norm
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step needs besides model and data. Tile sizes in tokens; `clip_grad` 0 measures the norm only."""
+
+    config: ModelConfig
+    schedule: HeadSchedule
+    attention_backend: str
+    mlp_tile_size: int
+    loss_tile_size: int
+    clip_grad: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Equal on all ranks. Tokens and squares are sums over the global batch; `backend` is that of the last micro-batch."""
+
+    loss: float
+    grad_norm: float
+    valid_tokens: int
+    backend: BackendChoice
+
+
+def train_step(
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: list[PackedBatch],
+    settings: StepSettings,
+    device: torch.device,
+    dtype: torch.dtype,
+    before_update: Callable[[float, float], None],
+) -> StepResult:
+    """Runs one step. `before_update(loss, grad_norm)` is called with the weights still untouched; if it raises, they stay so."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    valid_tokens = _sum_over(group, sum(batch.valid_tokens for batch in micro_batches), torch.int64, device)
+    grad_scale = 1.0 / max(1, valid_tokens)  # a batch without a single label has loss 0 and gradients 0
+
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    for batch in micro_batches:
+        context, backend = layer_context(batch, settings, device, dtype)
+        tokens_T, labels_T = batch.tokens_T.to(device), batch.labels_T.to(device)
+        micro_loss = model(tokens_T, labels_T, context, grad_scale, settings.loss_tile_size)
+        micro_loss.backward()
+        loss += micro_loss.detach()
+    mean_loss = _sum_over(group, loss, torch.float64, device)
+    grad_norm = clip_grad_norm(model, settings.clip_grad)
+    before_update(mean_loss, grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(mean_loss, grad_norm, valid_tokens, backend)
+
+
+def layer_context(
+    batch: PackedBatch, settings: StepSettings, device: torch.device, dtype: torch.dtype
+) -> tuple[LayerContext, BackendChoice]:
+    """The context all layers of a micro-batch share, with the attention backend chosen for its documents."""
+    config, schedule = settings.config, settings.schedule
+    documents = Documents(batch.cu_seqlens)
+    q_heads, kv_heads = widest_attention_call(schedule)
+    backend = select_backend(
+        settings.attention_backend, device, dtype, config.kv_channels, q_heads, kv_heads, documents
+    )
+    attention = AttentionSettings(
+        schedule, parallel_state.get_ulysses_group(), documents, config.kv_channels**-0.5, backend.name
+    )
+    inv_freq_D2 = inverse_frequencies(config.kv_channels, config.rotary_base, config.rope_scaling, device)
+    position_ids_T = batch.position_ids_T.to(device)
+    factor = attention_factor(config.rope_scaling)
+    return LayerContext(attention, position_ids_T, inv_freq_D2, factor, settings.mlp_tile_size), backend
+
+
+def widest_attention_call(schedule: HeadSchedule) -> tuple[int, int]:
+    """Query and KV heads of the largest attention call that a stage makes on one rank."""
+    runs = [run for stage in schedule.stages for run in stage.runs]
+    return max((run.q_count, run.kv_count) for run in runs)
+
+
+def _sum_over(group: dist.ProcessGroup, value: float | int | Tensor, dtype: torch.dtype, device: torch.device) -> float | int:
+    """The sum of a number over the ranks of `group`, as a Python number."""
+    total = torch.as_tensor(value, dtype=dtype, device=device)
+    dist.all_reduce(total, group=group)
+    return total.item()
