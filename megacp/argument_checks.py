@@ -11,6 +11,7 @@ each may lean on those before it.
 import argparse
 import math
 
+from megacp.data.dataset import DatasetError, parse_data_path, parse_split
 from megacp.kernels.rotary import RopeScaling
 from megacp.model.config import ModelConfig
 
@@ -163,10 +164,13 @@ def check_schedule(args: argparse.Namespace) -> None:
 
 def check_data(args: argparse.Namespace) -> None:
     """One source of tokens, well formed, and the tokenizer that made it."""
-    split = [_float(share) for share in args.split.split(",")]
-    if len(split) > 3 or any(not (math.isfinite(share) and share >= 0) for share in split) or split[0] <= 0:
-        _refuse("split", args.split, "is not one to three shares of documents, the first of them above 0",
-                *_values("split", ["969,30,1", "1,0,0"]))  # fmt: skip
+    splits = tuple(_values("split", ["969,30,1", "1,0,0"]))
+    try:
+        train_share, _, _ = parse_split(args.split)
+    except DatasetError as error:
+        raise ArgumentError(str(error), splits) from None
+    if train_share == 0:
+        _refuse("split", args.split, "leaves nothing to train on", *splits)
     if args.mock_data and args.data_path:
         raise ArgumentError("--mock-data and --data-path contradict each other; one of the two works",
                             ({"mock_data": False}, {"data_path": None}))  # fmt: skip
@@ -175,13 +179,12 @@ def check_data(args: argparse.Namespace) -> None:
     if not args.data_path:
         raise ArgumentError("nothing to train on: --data-path PREFIX or, to try out, --mock-data works",
                             ({"mock_data": True},))  # fmt: skip
-    weights = [_float(word) for word in args.data_path[::2]]
-    blend = len(args.data_path) % 2 == 0 and all(math.isfinite(weight) and weight > 0 for weight in weights)
-    if len(args.data_path) > 1 and not blend:
-        prefixes = [word for word in args.data_path if math.isnan(_float(word))] or args.data_path
-        fix = prefixes if len(prefixes) == 1 else [word for prefix in prefixes for word in ("1", prefix)]
-        reason = "is neither one prefix nor `weight prefix weight prefix ...` with weights above 0"
-        _refuse("data_path", " ".join(args.data_path), reason, {"data_path": fix})
+    try:
+        parse_data_path(args.data_path)
+    except DatasetError as error:
+        prefixes = [word for word in args.data_path if not _is_number(word)] or args.data_path
+        blend = prefixes if len(prefixes) == 1 else [word for prefix in prefixes for word in ("1", prefix)]
+        raise ArgumentError(f"{error}; {_setting('data_path', blend)} works", ({"data_path": blend},)) from None
     if args.tokenizer_type is None:
         raise ArgumentError("--data-path needs the --tokenizer-type that made it; --tokenizer-type Byte works for bytes",
                             ({"tokenizer_type": "Byte"},))  # fmt: skip
@@ -244,12 +247,12 @@ def _values(name: str, values) -> list[dict]:
     return [{name: value} for value in values]
 
 
-def _float(word: str) -> float:
-    """The number that `word` spells, or NaN."""
+def _is_number(word: str) -> bool:
     try:
-        return float(word)
+        float(word)
     except ValueError:
-        return math.nan
+        return False
+    return True
 
 
 def _divisors(number: int) -> list[int]:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from megacp.argument_checks import check_vocab_size
 from megacp.arguments import ArgumentError, build_parser, model_config_from_args, parse_args, resolve_precision, validate_args
+from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.model.config import PRESETS
+from megacp.parallel_state import ParallelLayout
 
 BASE = ["--mock-data"]
 
@@ -130,7 +132,8 @@ CASES = [
     # flags, ranks, what the message must name
     (["--model", "llama3-8"], 1, ["--model llama3-8", "llama3-8b"]),
     (["--model", "llama3-8b", "--context-parallel-size", 3], 8, ["--context-parallel-size 3", "ranks 8", "2 or 4"]),
-    (["--model", "llama3-8b", "--context-parallel-size", 12], 12, ["--context-parallel-size 12", "--num-attention-heads 32", "4"]),
+    (["--model", "llama3-8b", "--context-parallel-size", 12], 12,
+     ["--context-parallel-size 12", "--num-attention-heads 32", "4"]),
     (["--model", "llama3.2-3b", "--context-parallel-size", 3, "--seq-length", 9216], 6, ["--num-query-groups 8", "2"]),
     (["--model", "llama3-8b", "--context-parallel-size", 64], 64, ["--context-parallel-size 64", "32"]),
     (["--model", "llama3-8b", "--context-parallel-size", 8, "--upipe-heads-per-stage", 12], 8,
@@ -140,11 +143,13 @@ CASES = [
     (["--cp-comm-type", "a2a", "--upipe-heads-per-stage", 2, "--context-parallel-size", 2], 2,
      ["--upipe-heads-per-stage 2", "--cp-comm-type a2a", "--cp-comm-type upipe"]),
     (["--pipeline-model-parallel-size", 2], 2, ["--pipeline-model-parallel-size 2", "not built yet", "1 works"]),
-    (["--seq-length", 8190, "--context-parallel-size", 4], 4, ["--seq-length 8190", "--context-parallel-size 4", "8188 or 8192"]),
+    (["--seq-length", 8190, "--context-parallel-size", 4], 4,
+     ["--seq-length 8190", "--context-parallel-size 4", "8188 or 8192"]),
     (["--seq-length", 3, "--context-parallel-size", 4, "--micro-batch-size", 2], 4, ["--seq-length 3", "2 or 4"]),
     (["--global-batch-size", 6, "--micro-batch-size", 2], 2, ["--global-batch-size 6", "--micro-batch-size 2", "4 or 8"]),
     (["--kv-channels", 33], 1, ["--kv-channels 33", "34"]),
-    (["--num-attention-heads", 12, "--num-query-groups", 5], 1, ["--num-query-groups 5", "--num-attention-heads 12", "4 or 6"]),
+    (["--num-attention-heads", 12, "--num-query-groups", 5], 1,
+     ["--num-query-groups 5", "--num-attention-heads 12", "4 or 6"]),
     (["--bf16", "--fp32"], 1, ["--bf16", "--fp32"]),
     (["--device", "cpu", "--attention-backend", "fa4"], 1, ["--attention-backend fa4", "--device cuda", "reference"]),
     (["--train-iters", 50, "--lr-warmup-iters", 50], 1, ["--lr-warmup-iters 50", "--train-iters 50", "5"]),
@@ -166,7 +171,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("flags, world_size, named", CASES, ids=lambda x: " ".join(map(str, x)) if isinstance(x, list) else None)
+@pytest.mark.parametrize("flags, world_size, named", CASES, ids=[" ".join(map(str, case[0])) for case in CASES])
 def test_the_message_names_flag_value_and_a_value_that_works(flags, world_size, named):
     message = refused(*flags, world_size=world_size)
     assert all(part in message for part in named), message
@@ -176,9 +181,9 @@ DATA_CASES = [
     ([], ["--data-path", "--mock-data"]),
     (["--data-path", "corpus"], ["--tokenizer-type"]),
     (["--data-path", "corpus", "--tokenizer-type", "SentencePiece"], ["--tokenizer-type SentencePiece", "--tokenizer-model"]),
-    (["--data-path", "a", "b"], ["--data-path a b", "1 a 1 b works"]),
-    (["--data-path", "1", "a", "2"], ["--data-path 1 a 2", "a works"]),
-    (["--data-path", "0", "a", "2", "b"], ["--data-path 0 a 2 b", "1 a 1 b works"]),
+    (["--data-path", "a", "b"], ["--data-path", "'a'", "1 a 1 b works"]),
+    (["--data-path", "1", "a", "2"], ["--data-path 1 a 2", "--data-path a works"]),
+    (["--data-path", "0", "a", "2", "b"], ["--data-path", "weight 0", "1 a 1 b works"]),
 ]
 
 
@@ -275,6 +280,8 @@ def test_following_the_advice_ends_in_a_run_that_starts(data):
 
     config, context = model_config_from_args(args), args.context_parallel_size
     heads, groups, stage = config.num_attention_heads, config.num_query_groups, args.upipe_heads_per_stage
+    build_head_schedule(heads, groups, context, stage)  # refuses what does not fit
+    assert ParallelLayout(world_size, context).data_parallel_size == world_size // context
     assert world_size % context == 0 and heads % groups == 0 and heads % stage == 0 and stage % context == 0
     assert groups % context == 0 or context % groups == 0
     assert args.seq_length * args.micro_batch_size % context == 0
@@ -286,7 +293,7 @@ def test_following_the_advice_ends_in_a_run_that_starts(data):
 ONE_MISTAKE = [case for case in CASES[1:] if "--data-path" not in case[0]]
 
 
-@pytest.mark.parametrize("flags, world_size, named", ONE_MISTAKE, ids=lambda x: "")
+@pytest.mark.parametrize("flags, world_size, named", ONE_MISTAKE, ids=[case[0][-2] for case in ONE_MISTAKE])
 def test_every_alternative_of_the_advice_works(flags, world_size, named):
     args = parsed(*flags)
     with pytest.raises(ArgumentError) as error:
