@@ -1,0 +1,252 @@
+"""What a step did and how fast: FLOPs by a stated convention, one record a step, three places to write it.
+
+Worked example, llama3-8b on one stream of 8 tokens with documents of 3 and 5 tokens:
+
+>>> from megacp.model.config import preset
+>>> causal_pairs((0, 3, 8))  # 3*4/2 + 5*6/2
+21
+>>> attention_flops(preset("llama3-8b"), (0, 3, 8))  # 4 * 32 heads * 128 channels * 21 pairs * 32 layers
+11010048
+>>> model_flops_per_step(preset("llama3-8b"), [(0, 3, 8)])  # 6 * 7.50e9 weights * 8 tokens + 3 * attention
+360256634880
+
+`MetricsLogger` belongs to one rank. Its console line is for a person, TensorBoard for comparing runs, the JSON lines for
+programs: one object a step, every step once, also across restarts.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import statistics
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from megacp.model.config import ModelConfig
+
+GIB = 2**30
+RECORD_START = '{"step": '
+
+# Dense bf16 peak, FLOP/s, from NVIDIA's data sheets. The PCIe and NVL cards of these names are slower and not listed.
+PEAK_FLOPS = (
+    (r"A100", 312e12),
+    (r"H100(?!.*(PCIe|NVL))", 989e12),
+    (r"H200(?!.*NVL)", 989e12),
+    (r"B200", 2250e12),
+)
+
+
+def causal_pairs(cu_seqlens: Sequence[int]) -> int:
+    """(query, key) pairs of causal attention inside each document: the sum of n(n+1)/2. An exact int at any length."""
+    lengths = (int(stop) - int(start) for start, stop in zip(cu_seqlens, cu_seqlens[1:]))
+    return sum(n * (n + 1) // 2 for n in lengths)
+
+
+def attention_flops(config: ModelConfig, cu_seqlens: Sequence[int]) -> int:
+    """Forward FLOPs of attention over all layers for one packed stream: q·k and p·v, 2 FLOPs per multiply-add."""
+    return 4 * config.num_layers * config.num_attention_heads * config.kv_channels * causal_pairs(cu_seqlens)
+
+
+def model_flops_per_step(config: ModelConfig, streams: Iterable[Sequence[int]]) -> int:
+    """Forward and backward FLOPs that the model needs for these packed streams (`cu_seqlens` each); recompute not counted.
+
+    Backward counts twice the forward. The sum over data-parallel ranks is the step's.
+    """
+    weights = config.num_layers * config.layer_matmul_parameters() + config.vocab_size * config.hidden_size
+    return sum(6 * weights * int(stream[-1]) + 3 * attention_flops(config, stream) for stream in streams)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 peak, FLOP/s, of a GPU by the name that CUDA gives it. None when unknown: better no MFU than a wrong one."""
+    return next((peak for pattern, peak in PEAK_FLOPS if re.search(rf"\b{pattern}", device_name)), None)
+
+
+def convention_text(peak: float | None) -> str:
+    """How the throughput figures are counted, for the log's head."""
+    against = "no MFU: the device's bf16 peak is not known" if peak is None else (
+        f"MFU against {peak / 1e12:.0f} TFLOP/s, the device's dense bf16 peak"
+    )  # fmt: skip
+    return (
+        "model FLOPs: 6 x matmul weights x tokens (output head counted, embedding lookup not) + 12 x heads x head dim x layers "
+        f"x sum of n(n+1)/2 over documents (causal, per document); recompute not counted; {against}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step. The fields are the keys of the JSON lines."""
+
+    step: int  # optimizer updates done, this one included: 1 is the first
+    loss: float  # mean over the unmasked tokens of the global batch, nats
+    grad_norm: float  # before clipping
+    lr: float
+    tokens: int  # of the global batch
+    valid_tokens: int  # of these, the unmasked
+    step_time_s: float
+    tokens_per_s_per_gpu: float
+    tflops_per_gpu: float
+    mfu: float | None  # share of the device's peak, 0..1; None on a device without a known one
+    peak_memory_gib: float | None  # allocated on this rank's device; None on a CPU
+
+    @classmethod
+    def measured(
+        cls,
+        *,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens: int,
+        valid_tokens: int,
+        step_time_s: float,
+        model_flops: int,
+        world_size: int,
+        peak: float | None,
+        peak_memory_bytes: int | None,
+    ) -> "StepRecord":
+        """From what the loop measures; `tokens` and `model_flops` are sums over the whole job, `peak` is one device's."""
+        flops_per_gpu = model_flops / step_time_s / world_size
+        return cls(
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=tokens,
+            valid_tokens=valid_tokens,
+            step_time_s=step_time_s,
+            tokens_per_s_per_gpu=tokens / step_time_s / world_size,
+            tflops_per_gpu=flops_per_gpu / 1e12,
+            mfu=None if peak is None else flops_per_gpu / peak,
+            peak_memory_gib=None if peak_memory_bytes is None else peak_memory_bytes / GIB,
+        )
+
+    def to_json(self) -> str:
+        """One line of JSON. A number that JSON has no word for (nan, inf) becomes null."""
+        values = dataclasses.asdict(self)
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        return json.dumps(finite, allow_nan=False)
+
+
+class MetricsLogger:
+    """Writes each StepRecord to the console, to TensorBoard and to a file of JSON lines; the last two when asked.
+
+    `first_step` is the step of the first record to come. Records of it and later ones that a previous run left in `jsonl`
+    are dropped, so that no step is there twice; a run from the start begins the file anew. `stream` None is standard output.
+    Use as a context manager.
+    """
+
+    def __init__(
+        self,
+        train_iters: int,
+        *,
+        first_step: int = 1,
+        log_interval: int = 1,
+        tensorboard_dir: str | None = None,
+        jsonl: str | None = None,
+        device_type: str = "cuda",
+        stream: TextIO | None = None,
+    ):
+        self._train_iters = train_iters
+        self._first_step = first_step
+        self._log_interval = log_interval
+        self._unit = "GPU" if device_type == "cuda" else "rank"
+        self._stream = stream
+        self._recent_times = deque(maxlen=20)  # seconds, for the ETA
+        self._jsonl = None
+        if jsonl is not None:
+            path = Path(jsonl)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            drop_steps_from(path, first_step)
+            self._jsonl = path.open("a", encoding="utf-8")
+        self._tensorboard = None if tensorboard_dir is None else _summary_writer(tensorboard_dir, first_step)
+
+    def log(self, record: StepRecord) -> None:
+        self._recent_times.append(record.step_time_s)
+        due = record.step % self._log_interval == 0
+        if due or record.step in (self._first_step, self._train_iters):
+            print(self._console_line(record), file=self._stream, flush=True)
+        if self._tensorboard is not None:
+            for name, value in dataclasses.asdict(record).items():
+                if name != "step" and value is not None:
+                    self._tensorboard.add_scalar(name, value, record.step)
+        if self._jsonl is not None:
+            self._jsonl.write(record.to_json() + "\n")
+            self._jsonl.flush()
+
+    def close(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._jsonl is not None:
+            self._jsonl.close()
+
+    def __enter__(self) -> "MetricsLogger":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.close()
+
+    def _console_line(self, record: StepRecord) -> str:
+        width = len(str(self._train_iters))
+        # The low median forgets the first step, which compiles and warms up, from the second on.
+        left = max(0, self._train_iters - record.step) * statistics.median_low(self._recent_times)
+        parts = [
+            f"step {record.step:>{width}}/{self._train_iters}",
+            f"loss {record.loss:8.4f}",
+            f"grad norm {record.grad_norm:8.3f}",
+            f"lr {record.lr:.2e}",
+            f"{record.tokens_per_s_per_gpu:>9,.0f} tokens/s/{self._unit}",
+            f"{record.tflops_per_gpu:8.4g} TFLOP/s/{self._unit}",
+            None if record.mfu is None else f"MFU {100 * record.mfu:4.1f}%",
+            f"{record.step_time_s:8.3f} s/step",
+            None if record.peak_memory_gib is None else f"peak {record.peak_memory_gib:6.2f} GiB",
+            f"ETA {duration_text(left)}",
+        ]
+        return " | ".join(part for part in parts if part is not None)
+
+
+def duration_text(seconds: float) -> str:
+    """Aligned: ' 0:00:42', '12:03:00', then '3d 04:00:00'."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    return f"{days}d {hour:02}:{minute:02}:{second:02}" if days else f"{hour:2}:{minute:02}:{second:02}"
+
+
+def drop_steps_from(path: Path, first_step: int) -> None:
+    """Remove the records of `first_step` and later from a file of JSON lines, if there is one. Complete or unchanged.
+
+    A last line without its end, which a killed run leaves, goes too. Any other line that is not a step record means the file
+    is something else: ValueError, nothing is written.
+    """
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n") and lines[-1].startswith(RECORD_START[: len(lines[-1])]):
+        lines.pop()
+    kept = [line for number, line in enumerate(lines, 1) if _step_of(line, path, number) < first_step]
+    fresh = path.with_name(path.name + ".tmp")
+    with fresh.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(fresh, path)
+
+
+def _step_of(line: str, path: Path, number: int) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"--log-jsonl {path}: line {number} is not a step record, so the file is left alone; a file of its own works"
+        ) from None
+
+
+def _summary_writer(directory: str, first_step: int):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(f"--tensorboard-dir {directory} needs tensorboard: pip install tensorboard") from error
+    return SummaryWriter(directory, purge_step=first_step)

@@ -1,0 +1,243 @@
+"""Throughput that is counted wrongly misleads every decision; a log with doubled or lost steps misleads every plot."""
+
+import dataclasses
+import doctest
+import io
+import json
+import math
+import re
+
+import pytest
+import torch
+
+import megacp.training.metrics
+from megacp.model.config import preset
+from megacp.training.metrics import (
+    MetricsLogger,
+    StepRecord,
+    attention_flops,
+    causal_pairs,
+    convention_text,
+    drop_steps_from,
+    duration_text,
+    model_flops_per_step,
+    peak_flops,
+)
+
+ISSUE_KEYS = [
+    "step", "loss", "grad_norm", "lr", "tokens", "valid_tokens", "step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu",
+    "mfu", "peak_memory_gib",
+]  # fmt: skip
+
+
+def record(step, **changes):
+    measured = dict(
+        step=step, loss=3.5, grad_norm=1.25, lr=3e-4, tokens=8192, valid_tokens=8000, step_time_s=2.0,
+        model_flops=4 * 10**12, world_size=4, peak=1e12, peak_memory_bytes=3 * 2**29,
+    )  # fmt: skip
+    return StepRecord.measured(**measured | changes)
+
+
+# ---------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+@pytest.mark.parametrize("lengths", [[1], [7], [3, 5], [1, 1, 6, 4]])
+def test_causal_pairs_are_the_entries_of_the_mask(lengths):
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    position = torch.arange(sum(lengths))
+    mask = (document[:, None] == document[None, :]) & (position[:, None] >= position[None, :])
+    borders = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    assert causal_pairs(borders) == mask.sum().item()
+
+
+def test_pairs_are_exact_beyond_64_bits():
+    n = 2**40 + 1
+    assert causal_pairs((0, n)) == n * (n + 1) // 2
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "qwen3-8b"])
+def test_forward_flops_are_what_torch_counts_in_the_hugging_face_model(name):
+    """torch counts every matmul of the model, attention over the full square; ours is the causal part of it."""
+    transformers = pytest.importorskip("transformers")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    shape = dict(num_layers=3, hidden_size=48, ffn_hidden_size=80, num_attention_heads=6, num_query_groups=2, kv_channels=16)
+    config = dataclasses.replace(preset(name), vocab_size=200, **shape)
+    tokens = 96
+    family = transformers.Qwen3Config if config.qk_layernorm else transformers.LlamaConfig
+    theirs = family(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.ffn_hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_query_groups,
+        head_dim=config.kv_channels,
+        vocab_size=config.vocab_size,
+        attn_implementation="eager",
+    )
+    model = transformers.AutoModelForCausalLM.from_config(theirs)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
+    square = 4 * config.num_layers * config.num_attention_heads * config.kv_channels * tokens**2
+    causal = attention_flops(config, (0, tokens))
+    assert causal == square * (tokens + 1) // (2 * tokens)
+    extra = counter.get_total_flops() - square + causal - model_flops_per_step(config, [(0, tokens)]) // 3
+    assert extra in (0, tokens * config.kv_channels)  # some versions make the rotary angles by a matmul
+
+
+def test_flops_add_up_over_streams_and_shrink_with_documents():
+    config = preset("llama3-8b")
+    whole, halves = model_flops_per_step(config, [(0, 4096)]), model_flops_per_step(config, [(0, 2048, 4096)])
+    assert model_flops_per_step(config, [(0, 4096), (0, 2048, 4096)]) == whole + halves
+    assert whole - halves == 3 * 4 * 32 * 128 * 32 * 2048 * 2048  # the square below the diagonal that no longer counts
+
+
+def test_peaks_are_of_the_cards_that_reach_them():
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H200") == 989e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA B200") == 2250e12
+    for other in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA GB200", "Tesla T4", "cpu"):
+        assert peak_flops(other) is None, other
+
+
+def test_the_convention_is_said_with_and_without_a_peak():
+    assert "causal, per document" in convention_text(989e12) and "989 TFLOP/s" in convention_text(989e12)
+    assert "no MFU" in convention_text(None)
+
+
+# --------------------------------------------------------------------------------------------------------------- records
+
+
+def test_a_record_has_the_promised_keys_and_units():
+    values = json.loads(record(7).to_json())
+    assert list(values) == ISSUE_KEYS
+    assert values["tokens_per_s_per_gpu"] == 8192 / 2 / 4
+    assert values["tflops_per_gpu"] == 0.5
+    assert values["mfu"] == 0.5
+    assert values["peak_memory_gib"] == 1.5
+
+
+def test_what_is_unknown_or_not_finite_is_null():
+    values = json.loads(record(7, peak=None, peak_memory_bytes=None, grad_norm=math.inf, loss=math.nan).to_json())
+    assert [key for key, value in values.items() if value is None] == ["loss", "grad_norm", "mfu", "peak_memory_gib"]
+
+
+def steps_of(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def log_steps(path, first, last, **options):
+    stream = io.StringIO()
+    with MetricsLogger(10, first_step=first, jsonl=str(path), stream=stream, **options) as logger:
+        for step in range(first, last + 1):
+            logger.log(record(step))
+    return stream.getvalue()
+
+
+def test_each_line_is_on_disk_when_log_returns(tmp_path):
+    logger = MetricsLogger(10, jsonl=str(tmp_path / "logs" / "run.jsonl"), stream=io.StringIO())
+    logger.log(record(1))
+    assert steps_of(tmp_path / "logs" / "run.jsonl") == [1]
+    logger.close()
+
+
+def test_no_step_is_there_twice_after_resuming_twice(tmp_path):
+    path = tmp_path / "run.jsonl"
+    log_steps(path, 1, 6)
+    log_steps(path, 5, 8)  # the checkpoint was of step 4
+    with path.open("a") as file:
+        file.write('{"step": 9, "loss": 3')  # killed while writing
+    log_steps(path, 9, 10)
+    assert steps_of(path) == list(range(1, 11))
+    assert [file.name for file in tmp_path.iterdir()] == ["run.jsonl"]
+
+
+def test_a_run_from_the_start_begins_the_file_anew(tmp_path):
+    path = tmp_path / "run.jsonl"
+    log_steps(path, 1, 6)
+    log_steps(path, 1, 3)
+    assert steps_of(path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["# Notes\n", '{"loss": 1.0}\n', "[1]\n", "notes without an end of line", '{"step": 1}\nx\n'])
+def test_a_file_that_is_no_log_is_left_alone(tmp_path, text):
+    path = tmp_path / "notes.md"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="--log-jsonl .*notes.md: line"):
+        MetricsLogger(10, jsonl=str(path))
+    assert path.read_text() == text
+
+
+def test_a_full_disk_leaves_the_old_log_whole(tmp_path, monkeypatch):
+    path = tmp_path / "run.jsonl"
+    log_steps(path, 1, 6)
+    before = path.read_text()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(megacp.training.metrics.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        drop_steps_from(path, 3)
+    assert path.read_text() == before
+
+
+# --------------------------------------------------------------------------------------------------------------- console
+
+
+def test_console_lines_are_aligned_and_carry_units():
+    stream = io.StringIO()
+    logger = MetricsLogger(1000, stream=stream)
+    rows = [(1, 11.76, 1234.5, 812.25, 137.5), (10, 3.4, 0.5, 2.0, 21.25), (1000, 0.02, 10.0, 60.0, 5)]
+    for step, loss, norm, time_s, memory in rows:
+        logger.log(record(step, loss=loss, grad_norm=norm, step_time_s=time_s, peak_memory_bytes=int(memory * 2**30)))
+    lines = stream.getvalue().splitlines()
+    assert len({tuple(m.start() for m in re.finditer(r"\|", line)) for line in lines}) == 1, "\n".join(lines)
+    for part in ("step   10/1000", "loss   3.4000", "grad norm    0.500", "lr 3.00e-04", "1,024 tokens/s/GPU", "0.5 TFLOP/s/GPU",
+                 "MFU 50.0%", "2.000 s/step", "peak  21.25 GiB", "ETA"):  # fmt: skip
+        assert part in lines[1], lines[1]
+
+
+def test_a_cpu_run_does_not_speak_of_gpus(tmp_path):
+    text = log_steps(tmp_path / "run.jsonl", 1, 1, device_type="cpu")
+    assert "tokens/s/rank" in text and "GPU" not in text
+
+
+def test_log_interval_thins_the_console_but_not_the_file(tmp_path):
+    text = log_steps(tmp_path / "run.jsonl", 2, 10, log_interval=4)
+    assert re.findall(r"step +(\d+)/", text) == ["2", "4", "8", "10"]
+    assert steps_of(tmp_path / "run.jsonl") == list(range(2, 11))
+
+
+def test_the_eta_is_not_misled_by_a_slow_first_step():
+    stream = io.StringIO()
+    logger = MetricsLogger(103, stream=stream)
+    for step, time_s in [(1, 500.0), (2, 3.0), (3, 3.0)]:
+        logger.log(record(step, step_time_s=time_s))
+    etas = [line.split("ETA")[1].strip() for line in stream.getvalue().splitlines()]
+    assert etas[1:] == ["0:05:03", "0:05:00"]
+
+
+def test_durations():
+    assert duration_text(42.4) == " 0:00:42"
+    assert duration_text(12 * 3600 + 180) == "12:03:00"
+    assert duration_text(3 * 86400 + 4 * 3600) == "3d 04:00:00"
+
+
+# ----------------------------------------------------------------------------------------------------------- TensorBoard
+
+
+def test_tensorboard_shows_every_step_once_after_a_resume(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for first, last in [(1, 6), (5, 8)]:
+        log_steps(tmp_path / "run.jsonl", first, last, tensorboard_dir=str(tmp_path / "events"))
+    events = event_accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == set(ISSUE_KEYS) - {"step"}
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 9))
+    assert events.Scalars("peak_memory_gib")[0].value == 1.5
+
+
+def test_docstring_examples_are_true():
+    assert doctest.testmod(megacp.training.metrics).failed == 0
