@@ -1,0 +1,93 @@
+"""Where the documents of a packed stream begin and end.
+
+Worked example: a stream of S = 8 tokens holds documents of 3, 1 and 4 tokens.
+
+    documents = Documents((0, 3, 4, 8))
+    documents.total, documents.max_seqlen, documents.sum_squares      # 8, 4, 26
+    list(documents.spans())                                           # [(0, 3), (3, 4), (4, 8)]
+
+Attention is causal inside each document and nothing crosses a border: token 3 sees itself alone, token 6 sees 4, 5 and 6.
+Causal attention costs about sum_squares / 2 query-key pairs, which is what FLOP counts use. Borders are Python integers on
+the host, so no kernel launch has to wait for a copy from the device.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+INT32_LIMIT = 2**31
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Borders of the documents of one stream: 0 first, strictly increasing, the length of the stream last."""
+
+    cu_seqlens: tuple[int, ...]
+    _device_copies: dict[torch.device, Tensor] = dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        borders = self.cu_seqlens
+        if len(borders) < 2 or borders[0] != 0 or any(a >= b for a, b in zip(borders, borders[1:])):
+            shown = f"{borders[:8]}{'...' if len(borders) > 8 else ''}"
+            raise ValueError(f"cu_seqlens {shown} must start at 0 and increase strictly up to the length of the stream, such as"
+                             " (0, 3, 8)")
+
+    @property
+    def total(self) -> int:
+        """Tokens of the stream, S."""
+        return self.cu_seqlens[-1]
+
+    @functools.cached_property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest document."""
+        return max(stop - start for start, stop in self.spans())
+
+    @functools.cached_property
+    def sum_squares(self) -> int:
+        """Sum of the squared lengths, an exact integer however long the stream."""
+        return sum((stop - start) ** 2 for start, stop in self.spans())
+
+    def __len__(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """(start, stop) of each document, in order."""
+        return zip(self.cu_seqlens, self.cu_seqlens[1:])
+
+    def device_cu_seqlens(self, device: torch.device | str) -> Tensor:
+        """The borders as an int32 tensor on `device`, copied there once."""
+        if self.total >= INT32_LIMIT:
+            raise ValueError(f"a stream of {self.total} tokens does not fit the kernels' int32 borders; fewer than"
+                             f" {INT32_LIMIT} tokens do")
+        device = torch.device(device)
+        if device not in self._device_copies:
+            self._device_copies[device] = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=device)
+        return self._device_copies[device]
+
+    def runs(self, limit: int, padding: int) -> list["DocumentRun"]:
+        """Whole documents gathered, in order, into runs of at most `limit` tokens, counting `padding` more per document.
+
+        A document that is too long by itself makes a run by itself. Documents((0, 3, 4, 8)).runs(limit=6, padding=1) gives
+        the tokens [0, 4) with documents (0, 3, 4), then [4, 8) with (0, 4).
+        """
+        runs, first = [], 0
+        for index in range(1, len(self.cu_seqlens)):
+            last = index == len(self.cu_seqlens) - 1
+            if last or self.cu_seqlens[index + 1] - self.cu_seqlens[first] + padding * (index + 1 - first) > limit:
+                start = self.cu_seqlens[first]
+                inner = Documents(tuple(border - start for border in self.cu_seqlens[first:index + 1]))
+                runs.append(DocumentRun(start, self.cu_seqlens[index], inner))
+                first = index
+        return runs
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentRun:
+    """A run of whole documents: tokens [start, stop) of the stream, and their borders counted from `start`."""
+
+    start: int
+    stop: int
+    documents: Documents

@@ -1,0 +1,65 @@
+"""Document borders: the numbers they promise, the errors, and cutting into runs."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacp.kernels.attention import Documents
+
+LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40)
+
+
+def borders_of(lengths):
+    borders = [0]
+    for length in lengths:
+        borders.append(borders[-1] + length)
+    return tuple(borders)
+
+
+@given(LENGTHS)
+def test_counts_match_a_plain_loop(lengths):
+    documents = Documents(borders_of(lengths))
+    assert documents.total == sum(lengths) and len(documents) == len(lengths)
+    assert documents.max_seqlen == max(lengths)
+    assert documents.sum_squares == sum(n * n for n in lengths)
+    assert [stop - start for start, stop in documents.spans()] == lengths
+
+
+@given(LENGTHS, st.integers(1, 120), st.integers(0, 8))
+def test_runs_hold_every_token_once_and_only_whole_documents(lengths, limit, padding):
+    documents = Documents(borders_of(lengths))
+    runs = documents.runs(limit, padding)
+    assert [run.start for run in runs] == [0] + [run.stop for run in runs[:-1]] and runs[-1].stop == documents.total
+    rebuilt = [run.start + border for run in runs for border in run.documents.cu_seqlens[1:]]
+    assert (0, *rebuilt) == documents.cu_seqlens
+    for run, following in zip(runs, runs[1:] + [None]):
+        size = run.documents.total + padding * len(run.documents)
+        assert size <= limit or len(run.documents) == 1
+        if following is not None:  # and a run ends only because the next document no longer fits
+            assert size + following.documents.cu_seqlens[1] + padding > limit
+
+
+def test_squares_are_exact_beyond_float64():
+    assert Documents((0, 2**31 + 1)).sum_squares == (2**31 + 1) ** 2
+
+
+@pytest.mark.parametrize("borders", [(), (0,), (1, 3), (0, 3, 3), (0, 5, 4), (0, 0)])
+def test_borders_that_are_none(borders):
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        Documents(borders)
+
+
+def test_device_copy_is_int32_and_made_once():
+    documents = Documents((0, 3, 8))
+    copy = documents.device_cu_seqlens("cpu")
+    assert copy.dtype == torch.int32 and copy.tolist() == [0, 3, 8]
+    assert documents.device_cu_seqlens(torch.device("cpu")) is copy
+    with pytest.raises(ValueError, match="int32"):
+        Documents((0, 2**31)).device_cu_seqlens("cpu")
+
+
+def test_equal_borders_are_equal_documents():
+    used = Documents((0, 3, 8))
+    used.device_cu_seqlens("cpu")
+    assert used == Documents((0, 3, 8)) and hash(used) == hash(Documents((0, 3, 8)))
