@@ -5,9 +5,9 @@ Worked example, llama3-8b on one stream of 8 tokens with documents of 3 and 5 to
 >>> from megacp.model.config import preset
 >>> causal_pairs((0, 3, 8))  # 3*4/2 + 5*6/2
 21
->>> attention_flops(preset("llama3-8b"), (0, 3, 8))  # 4 * 32 heads * 128 channels * 21 pairs * 32 layers
+>>> attention_flops(preset("llama3-8b"), pairs=21)  # 4 * 32 heads * 128 channels * 21 pairs * 32 layers
 11010048
->>> model_flops_per_step(preset("llama3-8b"), [(0, 3, 8)])  # 6 * 7.50e9 weights * 8 tokens + 3 * attention
+>>> model_flops_per_step(preset("llama3-8b"), tokens=8, pairs=21)  # 6 * 7.50e9 weights * 8 tokens + 3 * attention
 360256634880
 
 `MetricsLogger` belongs to one rank. Its console line is for a person, TensorBoard for comparing runs, the JSON lines for
@@ -21,7 +21,7 @@ import os
 import re
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -45,18 +45,18 @@ def causal_pairs(cu_seqlens: Sequence[int]) -> int:
     return sum(n * (n + 1) // 2 for n in lengths)
 
 
-def attention_flops(config: ModelConfig, cu_seqlens: Sequence[int]) -> int:
-    """Forward FLOPs of attention over all layers for one packed stream: q·k and p·v, 2 FLOPs per multiply-add."""
-    return 4 * config.num_layers * config.num_attention_heads * config.kv_channels * causal_pairs(cu_seqlens)
+def attention_flops(config: ModelConfig, pairs: int) -> int:
+    """Forward FLOPs of attention over all layers for `pairs` (query, key) pairs: q·k and p·v, 2 FLOPs per multiply-add."""
+    return 4 * config.num_layers * config.num_attention_heads * config.kv_channels * pairs
 
 
-def model_flops_per_step(config: ModelConfig, streams: Iterable[Sequence[int]]) -> int:
-    """Forward and backward FLOPs that the model needs for these packed streams (`cu_seqlens` each); recompute not counted.
+def model_flops_per_step(config: ModelConfig, tokens: int, pairs: int) -> int:
+    """Forward and backward FLOPs that the model needs for a batch of `tokens` with `pairs` causal pairs; recompute not counted.
 
-    Backward counts twice the forward. The sum over data-parallel ranks is the step's.
+    Backward counts twice the forward. An exact int: at 16M tokens of a 70B model it is past 2^63.
     """
     weights = config.num_layers * config.layer_matmul_parameters() + config.vocab_size * config.hidden_size
-    return sum(6 * weights * int(stream[-1]) + 3 * attention_flops(config, stream) for stream in streams)
+    return 6 * weights * tokens + 3 * attention_flops(config, pairs)
 
 
 def peak_flops(device_name: str) -> float | None:

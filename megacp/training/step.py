@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megacp import parallel_state
 from megacp.context_parallel.engine import AttentionSettings
@@ -25,6 +24,7 @@ from megacp.kernels.rotary import attention_factor, inverse_frequencies
 from megacp.model.config import ModelConfig
 from megacp.model.layer_context import LayerContext
 from megacp.model.llama import Llama
+from megacp.training.metrics import causal_pairs
 from megacp.training.optimizer import clip_grad_norm
 
 
@@ -42,11 +42,15 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Equal on all ranks. Tokens and squares are sums over the global batch; `backend` is that of the last micro-batch."""
+    """Equal on all ranks but for `backend`, the choice for this rank's last micro-batch.
+
+    `valid_tokens`: unmasked labels of the global batch; `attention_pairs`: its (query, key) pairs, causal inside each document.
+    """
 
     loss: float
     grad_norm: float
     valid_tokens: int
+    attention_pairs: int
     backend: BackendChoice
 
 
@@ -61,7 +65,7 @@ def train_step(
 ) -> StepResult:
     """Runs one step. `before_update(loss, grad_norm)` is called with the weights still untouched; if it raises, they stay so."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    valid_tokens = _sum_over(group, sum(batch.valid_tokens for batch in micro_batches), torch.int64, device)
+    valid_tokens, attention_pairs = _count(group, micro_batches, device)
     grad_scale = 1.0 / max(1, valid_tokens)  # a batch without a single label has loss 0 and gradients 0
 
     loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -71,12 +75,13 @@ def train_step(
         micro_loss = model(tokens_T, labels_T, context, grad_scale, settings.loss_tile_size)
         micro_loss.backward()
         loss += micro_loss.detach()
-    mean_loss = _sum_over(group, loss, torch.float64, device)
+    dist.all_reduce(loss, group=group)
+    mean_loss = loss.item()
     grad_norm = clip_grad_norm(model, settings.clip_grad)
     before_update(mean_loss, grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(mean_loss, grad_norm, valid_tokens, backend)
+    return StepResult(mean_loss, grad_norm, valid_tokens, attention_pairs, backend)
 
 
 def layer_context(
@@ -104,8 +109,12 @@ def widest_attention_call(schedule: HeadSchedule) -> tuple[int, int]:
     return max((run.q_count, run.kv_count) for run in runs)
 
 
-def _sum_over(group: dist.ProcessGroup, value: float | int | Tensor, dtype: torch.dtype, device: torch.device) -> float | int:
-    """The sum of a number over the ranks of `group`, as a Python number."""
-    total = torch.as_tensor(value, dtype=dtype, device=device)
-    dist.all_reduce(total, group=group)
-    return total.item()
+def _count(group: dist.ProcessGroup, micro_batches: list[PackedBatch], device: torch.device) -> tuple[int, int]:
+    """Unmasked labels and attention pairs of the global batch. A stream's pairs are counted once, by its first context rank."""
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    for batch in micro_batches:
+        counts[0] += batch.valid_tokens
+        if parallel_state.get_context_parallel_rank() == 0:
+            counts[1] += causal_pairs(batch.cu_seqlens)
+    dist.all_reduce(counts, group=group)
+    return tuple(counts.tolist())

@@ -79,16 +79,17 @@ def test_forward_flops_are_what_torch_counts_in_the_hugging_face_model(name):
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
     square = 4 * config.num_layers * config.num_attention_heads * config.kv_channels * tokens**2
-    causal = attention_flops(config, (0, tokens))
+    causal = attention_flops(config, causal_pairs((0, tokens)))
     assert causal == square * (tokens + 1) // (2 * tokens)
-    extra = counter.get_total_flops() - square + causal - model_flops_per_step(config, [(0, tokens)]) // 3
+    extra = counter.get_total_flops() - square + causal - model_flops_per_step(config, tokens, causal_pairs((0, tokens))) // 3
     assert extra in (0, tokens * config.kv_channels)  # some versions make the rotary angles by a matmul
 
 
 def test_flops_add_up_over_streams_and_shrink_with_documents():
     config = preset("llama3-8b")
-    whole, halves = model_flops_per_step(config, [(0, 4096)]), model_flops_per_step(config, [(0, 2048, 4096)])
-    assert model_flops_per_step(config, [(0, 4096), (0, 2048, 4096)]) == whole + halves
+    whole_pairs, half_pairs = causal_pairs((0, 4096)), causal_pairs((0, 2048, 4096))
+    whole, halves = model_flops_per_step(config, 4096, whole_pairs), model_flops_per_step(config, 4096, half_pairs)
+    assert model_flops_per_step(config, 8192, whole_pairs + half_pairs) == whole + halves
     assert whole - halves == 3 * 4 * 32 * 128 * 32 * 2048 * 2048  # the square below the diagonal that no longer counts
 
 

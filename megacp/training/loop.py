@@ -1,0 +1,150 @@
+"""The training loop: data, step, log, save, and a clean end on a signal.
+
+    run = TrainingRun(args, config, settings, model, optimizer, dataset, eod, device, dtype)
+    run.resume()                    # from --load, if there is a checkpoint
+    run.train(logger)               # to --train-iters, or to the end of the step in which SIGTERM came
+
+The position in the data is one number, `consumed_samples`, whatever the layout. `iteration` counts finished steps; a
+checkpoint is the state between two steps.
+"""
+
+import argparse
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megacp import parallel_state
+from megacp.checkpointing.distributed import latest_iteration, load_checkpoint, save_checkpoint
+from megacp.data.batch import PackedBatch, build_micro_batch
+from megacp.data.dataset import SequenceDataset
+from megacp.data.sampler import micro_batch_indices
+from megacp.model.config import ModelConfig
+from megacp.model.llama import Llama
+from megacp.training.metrics import MetricsLogger, StepRecord, model_flops_per_step, peak_flops
+from megacp.training.resilience import TerminationSignal, check_finite
+from megacp.training.schedule import learning_rate
+from megacp.training.step import StepResult, StepSettings, train_step
+
+# What a position in the data means. A checkpoint carries them; a run that changes one of them reads other samples.
+DATA_IDENTITY = ("data_path", "mock_data", "split", "seq_length", "seed")
+
+
+@dataclass
+class TrainingRun:
+    """A model in training and its place in the run. Every rank holds one."""
+
+    args: argparse.Namespace
+    config: ModelConfig
+    settings: StepSettings
+    model: Llama
+    optimizer: torch.optim.Optimizer
+    dataset: SequenceDataset
+    eod: int | None
+    device: torch.device
+    dtype: torch.dtype
+    iteration: int = 0
+    consumed_samples: int = 0
+
+    def resume(self) -> list[str]:
+        """Continues from the newest checkpoint in --load, if there is one. Returns lines that say what happened."""
+        directory = self.args.load
+        if directory is None:
+            return []
+        if latest_iteration(directory) is None:
+            return [f"--load {directory} holds no checkpoint: starting from initial weights"]
+        state = load_checkpoint(directory, self.model, self.optimizer)
+        self.iteration, self.consumed_samples = state["iteration"], state["consumed_samples"]
+        lines = [f"loaded {directory}, step {self.iteration}, {self.consumed_samples:,} samples consumed"]
+        for name in DATA_IDENTITY:
+            before, now = state["data"][name], getattr(self.args, name)
+            if before != now:
+                flag = "--" + name.replace("_", "-")
+                lines.append(f"warning: {flag} was {before}, is {now}: the run goes on at sample {self.consumed_samples:,} of other data")
+        return lines
+
+    def train(self, logger: MetricsLogger | None) -> None:
+        """Trains to --train-iters. `logger` is rank 0's; None elsewhere. A signal ends the run after the step, with a checkpoint."""
+        args = self.args
+        with TerminationSignal() as termination:
+            while self.iteration < args.train_iters:
+                record = self._step()
+                if logger is not None:
+                    logger.log(record)
+                stopping = termination.received(parallel_state.get_data_parallel_group(with_context_parallel=True))
+                last = stopping or self.iteration == args.train_iters
+                if args.save and (last or (args.save_interval and self.iteration % args.save_interval == 0)):
+                    self._save()
+                if stopping:
+                    if dist.get_rank() == 0:
+                        saved = f"saved in {args.save}; --load {args.save} goes on from there" if args.save else "nothing saved: no --save"
+                        print(f"{termination.name or 'a signal on another rank'}: stopped after step {self.iteration}, {saved}", flush=True)
+                    return
+
+    def _step(self) -> StepRecord:
+        """One optimizer step on the next global batch."""
+        args, start = self.args, time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        micro_batches = self._next_micro_batches()
+        rate = self._set_learning_rate()
+        samples = range(self.consumed_samples, self.consumed_samples + args.global_batch_size)
+
+        def check(loss: float, grad_norm: float) -> None:
+            check_finite(loss, grad_norm, self.iteration + 1, self.consumed_samples, samples)
+
+        result = train_step(self.model, self.optimizer, micro_batches, self.settings, self.device, self.dtype, check)
+        self.iteration += 1
+        self.consumed_samples += args.global_batch_size
+        return self._record(result, rate, time.perf_counter() - start)
+
+    def _next_micro_batches(self) -> list[PackedBatch]:
+        """This rank's tokens of the next global batch, one entry per accumulation step. A few MB: read whole before the step."""
+        args = self.args
+        indices = micro_batch_indices(
+            self.consumed_samples, args.global_batch_size, args.micro_batch_size,
+            parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size(),
+        )  # fmt: skip
+        return [
+            build_micro_batch(
+                self.dataset, samples, parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size(),
+                vocab_size=self.config.vocab_size, eod=self.eod, attention_mask=args.attention_mask,
+                reset_position_ids=args.reset_position_ids, eod_mask_loss=args.eod_mask_loss,
+            )  # fmt: skip
+            for samples in indices
+        ]
+
+    def _set_learning_rate(self) -> float:
+        args = self.args
+        rate = learning_rate(
+            self.iteration + 1, lr=args.lr, min_lr=args.min_lr, warmup_iters=args.lr_warmup_iters, decay_iters=args.lr_decay_iters,
+            style=args.lr_decay_style, wsd_decay_iters=args.lr_wsd_decay_iters,
+        )  # fmt: skip
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _save(self) -> None:
+        state = {
+            "iteration": self.iteration,
+            "consumed_samples": self.consumed_samples,
+            "data": {name: getattr(self.args, name) for name in DATA_IDENTITY},
+            "args": {name: value for name, value in vars(self.args).items() if not name.startswith("_")},
+        }
+        save_checkpoint(self.args.save, self.iteration, self.model, self.optimizer, state, keep=self.args.ckpt_keep)
+
+    def _record(self, result: StepResult, rate: float, seconds: float) -> StepRecord:
+        tokens = self.args.global_batch_size * self.args.seq_length
+        cuda = self.device.type == "cuda"
+        return StepRecord.measured(
+            step=self.iteration, loss=result.loss, grad_norm=result.grad_norm, lr=rate, tokens=tokens,
+            valid_tokens=result.valid_tokens, step_time_s=seconds, world_size=dist.get_world_size(),
+            model_flops=model_flops_per_step(self.config, tokens, result.attention_pairs), peak=device_peak_flops(self.device),
+            peak_memory_bytes=torch.cuda.max_memory_allocated(self.device) if cuda else None,
+        )  # fmt: skip
+
+
+def device_peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of the device, FLOP/s; None on a CPU or an unknown GPU."""
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
