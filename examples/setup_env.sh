@@ -1,0 +1,38 @@
+# Sourced by the quickstart and the tests: a Python with what requirements.txt lists, CPU or GPU.
+# An active virtual environment (or conda environment) is used as it is; otherwise .venv is made beside README.md.
+# Leaves $PYTHON set. Environment: PYTHON_FOR_VENV, the interpreter that .venv is made from (default python3, 3.10 or newer).
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+if [ -n "${VIRTUAL_ENV:-}" ]; then
+  PYTHON=$VIRTUAL_ENV/bin/python
+elif [ -n "${CONDA_PREFIX:-}" ]; then
+  PYTHON=$CONDA_PREFIX/bin/python
+else
+  if [ ! -x "$root/.venv/bin/python" ]; then
+    echo "making $root/.venv"
+    "${PYTHON_FOR_VENV:-python3}" -m venv "$root/.venv" || return 1
+  fi
+  PYTHON=$root/.venv/bin/python
+fi
+
+# A pip that is asked for plain torch fetches gigabytes of CUDA libraries, also where there is no GPU. So torch comes first,
+# and one that is there already is kept.
+if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
+  echo "installing torch (a minute or more)"
+  if command -v nvidia-smi >/dev/null 2>&1; then
+    "$PYTHON" -m pip install --quiet "torch>=2.11,<2.15" || return 1
+  else
+    "$PYTHON" -m pip install --quiet "torch==${TORCH_VERSION:-2.13.0}" || return 1
+  fi
+fi
+
+# $1: further requirement files, such as requirements-test.txt. The stamp makes a second run start at once.
+stamp=$("$PYTHON" -c 'import sys; print(sys.prefix)')/.megacp-requirements
+wanted=$(cat "$root/requirements.txt" ${1:+"$root/$1"} | cksum)
+if [ "$(cat "$stamp${1:+-$1}" 2>/dev/null)" != "$wanted" ]; then
+  echo "installing requirements.txt ${1:-}"
+  "$PYTHON" -m pip install --quiet --requirement "$root/requirements.txt" ${1:+--requirement "$root/$1"} || return 1
+  echo "$wanted" > "$stamp${1:+-$1}"
+fi
+export PYTHON
