@@ -46,6 +46,7 @@ class TrainingRun:
     dtype: torch.dtype
     iteration: int = 0
     consumed_samples: int = 0
+    attention_backend: str = ""  # of the last step; depends on its documents
 
     def resume(self) -> list[str]:
         """Continues from the newest checkpoint in --load, if there is one. Returns lines that say what happened."""
@@ -95,6 +96,9 @@ class TrainingRun:
             check_finite(loss, grad_norm, self.iteration + 1, self.consumed_samples, samples)
 
         result = train_step(self.model, self.optimizer, micro_batches, self.settings, self.device, self.dtype, check)
+        if result.backend.name != self.attention_backend and dist.get_rank() == 0:
+            print(f"{'attention':10} {result.backend.reason}", flush=True)
+        self.attention_backend = result.backend.name
         self.iteration += 1
         self.consumed_samples += args.global_batch_size
         return self._record(result, rate, time.perf_counter() - start)
