@@ -169,13 +169,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--input", nargs="+", required=True, metavar="PATH", help="text files (a document each), .jsonl, .jsonl.gz, folders of them"
     )
     parser.add_argument("--extensions", nargs="+", metavar="EXT", help="of a folder, only files that end so, such as .py .md")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="the text of a JSON line; several are joined")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="the text of a JSON line; several are joined"
+    )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.bin and PREFIX.idx")
     parser.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
     parser.add_argument("--tokenizer-model", metavar="FILE", help="the .model or tokenizer.json; not for Byte")
     parser.add_argument("--append-eod", action="store_true", help="end each document with the end-of-document token")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes that tokenize (default: the CPUs)")
-    parser.add_argument("--errors", choices=ERRORS, default="strict", help="a document that is not UTF-8 or JSON: stop, mend or leave out")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes that tokenize (default: the CPUs)"
+    )
+    parser.add_argument(
+        "--errors", choices=ERRORS, default="strict", help="a document that is not UTF-8 or JSON: stop, mend or leave out"
+    )
     args = parser.parse_args(argv)
     if args.workers < 1:
         parser.error(f"--workers {args.workers} must be at least 1")
@@ -199,7 +205,9 @@ def main(argv: list[str] | None = None) -> None:
     if counted.skipped:
         shown = ", ".join(counted.skipped[:5]) + (", ..." if len(counted.skipped) > 5 else "")
         print(f"{len(counted.skipped):,} documents skipped (--errors skip): {shown}")
-    print(f"wrote {args.output_prefix}.bin and .idx; train with --data-path {args.output_prefix} --vocab-size {tokenizer.vocab_size}")
+    print(
+        f"wrote {args.output_prefix}.bin and .idx; train with --data-path {args.output_prefix} --vocab-size {tokenizer.vocab_size}"
+    )
 
 
 if __name__ == "__main__":

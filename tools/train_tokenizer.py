@@ -76,17 +76,30 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--input", nargs="+", required=True, metavar="PATH", help="text files (a document each), .jsonl, .jsonl.gz, folders of them"
     )
     parser.add_argument("--extensions", nargs="+", metavar="EXT", help="of a folder, only files that end so, such as .py .md")
-    parser.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help="the text of a JSON line; several are joined")
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="the text of a JSON line; several are joined"
+    )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="writes PREFIX.model")
     parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="pieces, 256 bytes among them (default: 4096)")
     parser.add_argument("--model-type", choices=["bpe", "unigram"], default="bpe", help="bpe trains 30 times faster (default)")
     parser.add_argument(
-        "--character-coverage", type=float, default=0.9995, metavar="P", help="share of the text whose characters get a piece of their own"
+        "--character-coverage",
+        type=float,
+        default=0.9995,
+        metavar="P",
+        help="share of the text whose characters get a piece of their own",
     )
-    parser.add_argument("--max-lines", type=int, default=2_000_000, metavar="N", help="lines to learn from, drawn from all by --seed")
+    parser.add_argument(
+        "--max-lines", type=int, default=2_000_000, metavar="N", help="lines to learn from, drawn from all by --seed"
+    )
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of the draw of lines")
-    parser.add_argument("--errors", choices=ERRORS, default="strict", help="a document that is not UTF-8 or JSON: stop, mend or leave out")
-    return parser.parse_args(argv)
+    parser.add_argument(
+        "--errors", choices=ERRORS, default="strict", help="a document that is not UTF-8 or JSON: stop, mend or leave out"
+    )
+    args = parser.parse_args(argv)
+    if args.max_lines <= 100:
+        parser.error(f"--max-lines {args.max_lines}: SentencePiece learns from 101 or more")
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -96,8 +96,12 @@ def _json_text(raw: RawDocument, line: str, errors: str, json_keys: Sequence[str
         raise DatasetError(f'{raw.name}: expected an object such as {{"text": "..."}}, found {type(fields).__name__}')
     for key in json_keys:
         if not isinstance(fields.get(key), str):
-            found = f"it is {json.dumps(fields[key])[:40]}" if key in fields else f"the line has {', '.join(sorted(fields)) or 'none'}"
-            raise DatasetError(f"{raw.name}: expected text under the key {key!r} (--json-keys), {found}; --errors skip leaves it out")
+            found = (
+                f"it is {json.dumps(fields[key])[:40]}" if key in fields else f"the line has {', '.join(sorted(fields)) or 'none'}"
+            )
+            raise DatasetError(
+                f"{raw.name}: expected text under the key {key!r} (--json-keys), {found}; --errors skip leaves it out"
+            )
     text = "\n".join(fields[key] for key in json_keys)
     # JSON can spell half of a surrogate pair, "\ud83d", which no UTF-8 can hold.
     return _to_text(raw, text.encode("utf-8", errors="surrogatepass"), errors)

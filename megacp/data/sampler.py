@@ -36,7 +36,5 @@ def micro_batch_indices(
             f"--global-batch-size {global_batch_size} is not a multiple of --micro-batch-size {micro_batch_size} x "
             f"data-parallel size {data_size} = {samples_at_once}; {nearest} is"
         )
-    first_samples = range(
-        consumed_samples + data_rank * micro_batch_size, consumed_samples + global_batch_size, samples_at_once
-    )
+    first_samples = range(consumed_samples + data_rank * micro_batch_size, consumed_samples + global_batch_size, samples_at_once)
     return [list(range(first, first + micro_batch_size)) for first in first_samples]

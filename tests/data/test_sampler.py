@@ -12,9 +12,7 @@ def test_worked_example():
     assert micro_batch_indices(12, 12, 2, data_rank=0, data_size=3) == [[12, 13], [18, 19]]
 
 
-@given(
-    consumed=st.integers(0, 2**40), data_size=st.integers(1, 7), micro_batch_size=st.integers(1, 4), steps=st.integers(1, 4)
-)
+@given(consumed=st.integers(0, 2**40), data_size=st.integers(1, 7), micro_batch_size=st.integers(1, 4), steps=st.integers(1, 4))
 def test_every_sample_of_a_step_is_read_once(consumed, data_size, micro_batch_size, steps):
     global_batch_size = data_size * micro_batch_size * steps
     read = []
@@ -25,9 +23,7 @@ def test_every_sample_of_a_step_is_read_once(consumed, data_size, micro_batch_si
     assert sorted(read) == list(range(consumed, consumed + global_batch_size))
 
 
-@given(
-    consumed=st.integers(0, 2**40), data_size=st.integers(1, 7), micro_batch_size=st.integers(1, 4), steps=st.integers(1, 4)
-)
+@given(consumed=st.integers(0, 2**40), data_size=st.integers(1, 7), micro_batch_size=st.integers(1, 4), steps=st.integers(1, 4))
 def test_matches_the_formula(consumed, data_size, micro_batch_size, steps):
     for r in range(data_size):
         batches = micro_batch_indices(consumed, data_size * micro_batch_size * steps, micro_batch_size, r, data_size)

@@ -1,0 +1,67 @@
+"""The tokenizer that the tool trains: lossless on code, indentation in few tokens."""
+
+import json
+
+import pytest
+
+from megacp.data.tokenizer import build_tokenizer
+from tools import train_tokenizer
+
+TEXTS = [f"class C{i}:\n    def f(self):\n        if {i}:\n            return  'é' + str({i})\n\n\tend\r\n" for i in range(80)]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return tmp_path / "c.jsonl"
+
+
+def train(corpus, *arguments):
+    train_tokenizer.main(
+        ["--input", str(corpus), "--output-prefix", str(corpus.parent / "out/t"), "--vocab-size", "330", *arguments]
+    )
+    return build_tokenizer("SentencePiece", str(corpus.parent / "out/t.model"))
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_text_comes_back(corpus, model_type):
+    tokenizer = train(corpus, "--model-type", model_type)
+    assert tokenizer.vocab_size == 330
+    for text in [*TEXTS, "  two\n\n\n\t\ttabs\r\n trailing  ", "漢字 \x00 \U0001f600", "<s></s><unk>"]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_indentation_is_few_tokens_and_line_feeds_are_their_own(corpus):
+    tokenizer = train(corpus)
+    assert len(tokenizer.encode("            return")) <= 4
+    line_feed = tokenizer.encode("\n")
+    assert len(line_feed) == 1 and tokenizer.encode("a\n\nb").count(line_feed[0]) == 2
+    assert tokenizer._cuttable  # long documents in pieces
+
+
+def test_same_model_each_time(corpus):
+    models = []
+    for _ in range(2):
+        train(corpus, "--max-lines", "150")  # fewer lines than there are: the draw is seeded
+        models.append((corpus.parent / "out/t.model").read_bytes())
+    assert models[0] == models[1]
+
+
+def test_sizes_that_the_text_does_not_support(corpus):
+    with pytest.raises(SystemExit, match=r"--vocab-size 5000 is more than this text has pieces for; \d+ or less works"):
+        train(corpus, "--vocab-size", "5000")
+    with pytest.raises(SystemExit, match=r"--vocab-size 200 is too small .* more than \d+ works"):
+        train(corpus, "--vocab-size", "200")
+    assert not (corpus.parent / "out").exists()
+
+
+def test_too_few_lines(corpus, capsys):
+    with pytest.raises(SystemExit):
+        train(corpus, "--max-lines", "100")
+    assert "--max-lines 100: SentencePiece learns from 101 or more" in capsys.readouterr().err
+
+
+def test_bad_input_is_named(corpus):
+    (corpus.parent / "b.txt").write_bytes(b"\xfe")
+    with pytest.raises(SystemExit, match=r"b\.txt: byte 0xfe at offset 0"):
+        train(corpus.parent / "b.txt")
