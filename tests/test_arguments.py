@@ -51,6 +51,13 @@ def test_a_global_batch_of_zero_means_no_accumulation():
     assert args.global_batch_size == 8
 
 
+@pytest.mark.parametrize("warmup, expected", [(0, 10), (95, 5)])
+def test_wsd_decays_over_the_last_tenth_after_the_warm_up(warmup, expected):
+    args = parsed("--lr-decay-style", "WSD", "--train-iters", 100, "--lr-warmup-iters", warmup)
+    validate_args(args, world_size=1)
+    assert args.lr_wsd_decay_iters == expected
+
+
 @pytest.mark.parametrize("style", ["a2a", "upipe"])
 def test_validating_twice_changes_nothing(style):
     args = parsed("--cp-comm-type", style, "--context-parallel-size", 2, "--lr-decay-style", "WSD")
@@ -135,11 +142,18 @@ CASES = [
     (["--model", "llama3-8b", "--context-parallel-size", 12], 12,
      ["--context-parallel-size 12", "--num-attention-heads 32", "4"]),
     (["--model", "llama3.2-3b", "--context-parallel-size", 3, "--seq-length", 9216], 6, ["--num-query-groups 8", "2"]),
+    (["--model", "llama3-8b", "--context-parallel-size", 3, "--upipe-heads-per-stage", 2], 8, ["ranks 8; 2 works"]),
+    (["--model", "llama3-8b", "--context-parallel-size", 3, "--seq-length", 8194], 8, ["ranks 8; 2 works"]),
+    (["--model", "llama3-8b", "--context-parallel-size", 3, "--global-batch-size", 2], 8, ["ranks 8; 4 works"]),
     (["--model", "llama3-8b", "--context-parallel-size", 64], 64, ["--context-parallel-size 64", "32"]),
     (["--model", "llama3-8b", "--context-parallel-size", 8, "--upipe-heads-per-stage", 12], 8,
      ["--upipe-heads-per-stage 12", "multiple of --context-parallel-size 8", "8 or 16"]),
     (["--model", "llama3-8b", "--context-parallel-size", 8, "--upipe-heads-per-stage", 24], 8,
      ["--upipe-heads-per-stage 24", "--num-attention-heads 32", "16 or 32"]),
+    (["--model", "llama3-8b", "--context-parallel-size", 8, "--upipe-heads-per-stage", 6], 8,
+     ["--upipe-heads-per-stage 6", "; 8 works"]),
+    (["--cp-comm-type", "a2a", "--upipe-heads-per-stage", 3, "--context-parallel-size", 2], 2,
+     ["; without --upipe-heads-per-stage works"]),
     (["--cp-comm-type", "a2a", "--upipe-heads-per-stage", 2, "--context-parallel-size", 2], 2,
      ["--upipe-heads-per-stage 2", "--cp-comm-type a2a", "--cp-comm-type upipe"]),
     (["--pipeline-model-parallel-size", 2], 2, ["--pipeline-model-parallel-size 2", "not built yet", "1 works"]),
@@ -165,7 +179,7 @@ CASES = [
     (["--save-interval", 10], 1, ["--save-interval 10", "--save"]),
     (["--rope-scaling-factor", 8], 1, ["--rope-scaling-factor 8", "--rope-scaling-type none"]),
     (["--rope-scaling-type", "llama3", "--rope-beta-fast", 8], 1, ["--rope-beta-fast 8", "--rope-scaling-type llama3"]),
-    (["--rope-scaling-type", "yarn", "--seq-length", 81920], 1, ["--rope-scaling-factor", "--seq-length 81920", "10"]),
+    (["--rope-scaling-type", "yarn", "--seq-length", 81921], 1, ["--rope-scaling-factor 11 works", "--seq-length 81921"]),
     (["--model", "llama3.2-1b", "--rope-low-freq-factor", 4], 1, ["--rope-low-freq-factor 4", "--rope-high-freq-factor 4"]),
     (["--rope-scaling-type", "yarn", "--rope-scaling-factor", 2, "--rope-beta-fast", 0.5], 1, ["--rope-beta-fast 0.5", "32"]),
 ]  # fmt: skip
