@@ -214,11 +214,12 @@ def long_context_notes(args: argparse.Namespace, config: ModelConfig) -> list[st
     if args.seq_length <= reach:
         return []
     original = scaling.original_max_position_embeddings if scaling else reach
-    return [
+    note = (
         f"--seq-length {args.seq_length} is longer than the {reach} positions the model is made for; to stretch a "
         f"pre-trained one: --rope-scaling-type yarn --rope-original-max-position-embeddings {original} "
         f"--rope-scaling-factor {math.ceil(args.seq_length / original)}"
-    ]
+    )
+    return [note]
 
 
 def _refuse(name: str, value, reason: str, *fixes: dict) -> None:

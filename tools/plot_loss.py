@@ -15,8 +15,8 @@ import matplotlib
 
 matplotlib.use("Agg")  # a picture, no window
 
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
+import matplotlib.pyplot as plt
+import numpy as np
 
 
 def read_losses(path: str) -> tuple[np.ndarray, np.ndarray]:

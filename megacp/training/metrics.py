@@ -15,6 +15,7 @@ programs: one object a step, every step once, also across restarts.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -41,7 +42,7 @@ PEAK_FLOPS = (
 
 def causal_pairs(cu_seqlens: Sequence[int]) -> int:
     """(query, key) pairs of causal attention inside each document: the sum of n(n+1)/2. An exact int at any length."""
-    lengths = (int(stop) - int(start) for start, stop in zip(cu_seqlens, cu_seqlens[1:]))
+    lengths = (int(stop) - int(start) for start, stop in itertools.pairwise(cu_seqlens))
     return sum(n * (n + 1) // 2 for n in lengths)
 
 
