@@ -79,3 +79,13 @@ def test_what_cannot_be_cut_is_said():
     longest = 2**31 // 128 - calls.PADDING - 1
     assert calls.offset_refusal(Documents((0, longest)), 128) is None
     assert f"up to {longest} tokens" in calls.offset_refusal(Documents((0, 5, 6 + longest)), 128)
+
+
+def test_head_major_views_count_all_their_heads(monkeypatch):
+    """Rows of [H, S, D] lie close together, but the output has H * D elements a token all the same."""
+    monkeypatch.setattr(calls, "PADDING", 0)
+    monkeypatch.setattr(calls, "OFFSET_LIMIT", 50 * ROW)
+    x, documents = torch.randn(4, 80, 8).transpose(0, 1), Documents((0, 40, 80))
+    recorder = Recorder()
+    calls.forward_in_calls(recorder.forward, x, x, x, documents, 0.3)
+    assert len(recorder.spans) == 3 * 2
