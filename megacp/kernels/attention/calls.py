@@ -6,7 +6,7 @@ they fault or, worse, return finite wrong gradients. So no call here ever spans 
 
 Worked example, rows of H * D = 4 * 128 = 512 elements (4,194,304 tokens reach 2^31):
   one stream of 1M tokens                       one call, nothing copied
-  6M tokens in documents of 1M                  two calls on views: documents 0 to 3, then 4 and 5
+  6,000,000 tokens in documents of 1,000,000    two calls on views: documents 0 to 3, then 4 and 5
   one document of 5M tokens                     four calls, one query head each, on a contiguous copy of that head
 
 The copies are of one head at a time and cost nothing beside attention over millions of tokens. A document is out of reach
