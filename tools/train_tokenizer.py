@@ -12,6 +12,7 @@ own, and a character without a piece becomes its UTF-8 bytes. Only U+2581, Sente
 import argparse
 import io
 import os
+import random
 import re
 import sys
 import time
@@ -34,19 +35,28 @@ def training_lines(args: argparse.Namespace) -> Iterator[str]:
                 yield line[start : start + LINE_CHARS]
 
 
+def draw(lines: Iterator[str], count: int, seed: int) -> list[str]:
+    """At most `count` of the lines, each with the same chance, by the seed alone (SentencePiece's own draw differs from run to run)."""
+    generator, drawn = random.Random(seed), []
+    for number, line in enumerate(lines):
+        if number < count:
+            drawn.append(line)
+        elif (place := generator.randrange(number + 1)) < count:
+            drawn[place] = line
+    return drawn
+
+
 def train(args: argparse.Namespace) -> bytes:
     """The model file's content. Raises DatasetError, of --vocab-size too where the text does not support it."""
     model = io.BytesIO()
-    sentencepiece.set_random_generator_seed(args.seed)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=training_lines(args),
+            sentence_iterator=iter(draw(training_lines(args), args.max_lines, args.seed)),
             model_writer=model,
             model_type=args.model_type,
             vocab_size=args.vocab_size,
             character_coverage=args.character_coverage,
-            input_sentence_size=args.max_lines,
-            shuffle_input_sentence=True,
+            shuffle_input_sentence=False,
             max_sentence_length=4 * LINE_CHARS,  # bytes
             normalization_rule_name="identity",
             add_dummy_prefix=False,
@@ -96,10 +106,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--errors", choices=ERRORS, default="strict", help="a document that is not UTF-8 or JSON: stop, mend or leave out"
     )
-    args = parser.parse_args(argv)
-    if args.max_lines <= 100:
-        parser.error(f"--max-lines {args.max_lines}: SentencePiece learns from 101 or more")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -43,6 +43,11 @@ def test_far_samples_follow_each_other(weights, seed, i):
         assert abs(sample - j * weights[dataset] / sum(weights)) < len(weights) + 1 + j * 2**-31
 
 
+def test_the_seed_changes_the_order():
+    orders = {tuple(blend([3, 2, 1], seed).locate(i)[0] for i in range(30)) for seed in range(8)}
+    assert len(orders) > 4
+
+
 def test_serves_the_dataset_it_names():
     one = ListedDataset([([1, 2, 3], [0, 1, 2]), ([4, 5, 6], [0, 2])])
     other = ListedDataset([([7, 8, 9], [0, 2])])

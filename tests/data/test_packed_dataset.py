@@ -99,6 +99,17 @@ def test_epochs_and_seeds_have_orders_of_their_own(tmp_path):
     assert len({epoch(seed, number) for seed in (0, 1) for number in (0, 1, 2)}) == 6
 
 
+def test_orders_of_past_epochs_are_let_go(tmp_path):
+    packed = PackedDataset(write_dataset(tmp_path / "x", [[7]] * 20_000), (0, 20_000), 1000, seed=0)
+    packed.tokens(0, 0, 1)
+    tracemalloc.start()
+    for epoch in range(12):
+        packed.tokens(epoch * len(packed), 0, 1)
+    kept_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept_bytes < 3 * 16 * 20_000  # two epochs take 16 bytes a document each
+
+
 def test_only_the_documents_of_the_range(tmp_path):
     indexed = write_dataset(tmp_path / "x", numbered_documents([4, 4, 0, 4, 4]))
     packed = PackedDataset(indexed, (1, 4), 1, seed=0)

@@ -42,6 +42,24 @@ def prose_model(tmp_path_factory):
     return sentencepiece_model(tmp_path_factory.mktemp("sp") / "prose.model")
 
 
+@pytest.fixture(scope="module")
+def prefixed_model(tmp_path_factory):
+    """The line feed is a piece of its own, but a text's start is marked, so that a cut would change ids."""
+    return sentencepiece_model(tmp_path_factory.mktemp("sp") / "prefixed.model", user_defined_symbols=["\n"])
+
+
+@pytest.fixture(scope="module")
+def spanning_model(tmp_path_factory):
+    """A second piece holds a line feed and the text after it."""
+    return sentencepiece_model(
+        tmp_path_factory.mktemp("sp") / "spanning.model",
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        user_defined_symbols=["\n", "\nf"],
+    )
+
+
 def byte_level(pre_tokenizer, special=("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")):
     model = Tokenizer(models.BPE())
     model.normalizer = normalizers.NFC()
@@ -97,7 +115,7 @@ class TestSentencePiece:
 
     @settings(max_examples=150, deadline=None)
     @given(text=texts)
-    @pytest.mark.parametrize("which", ["code_model", "prose_model"])
+    @pytest.mark.parametrize("which", ["code_model", "prose_model", "prefixed_model", "spanning_model"])
     def test_cuts_change_no_id(self, request, which, text):
         path = request.getfixturevalue(which)
         with pytest.MonkeyPatch.context() as patch:
