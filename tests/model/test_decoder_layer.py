@@ -76,7 +76,9 @@ def _assert_parity(world_size, cases):
             assert all(part.dtype == dtype for part in parts)
             ours = torch.cat(parts) if name in ("output", "input") else sum(part.double() for part in parts)
             error = relative_error(ours, expected)
-            assert error < TOLERANCE[dtype], f"{name}: {error:.1e}, U={heads_per_stage}, tile {tile_size}, {dtype}, {config}, {stream}"
+            assert error < TOLERANCE[dtype], (
+                f"{name}: {error:.1e} on {world_size} ranks, U={heads_per_stage}, tile {tile_size}, {dtype}, {config}, {stream.cu_seqlens}"
+            )
 
 
 @pytest.mark.parametrize("heads, kv_heads", HEADS)

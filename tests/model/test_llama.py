@@ -12,7 +12,7 @@ from tests.model.cases import (
 )  # fmt: skip
 from tests.reference import IGNORED_LABEL, random_parameters, reference_model
 
-STD = 0.2
+STD = 0.15  # of the weights; at the usual 0.02 attention is so even that a wrong position barely shows
 MLP_TILE, LOSS_TILE = 11, 13  # tokens; they divide no T
 
 
@@ -77,7 +77,7 @@ def test_model_matches_the_reference(world_size, heads, kv_heads):
         assert ranks[0].keys() == expected.keys()
         for name, value in expected.items():
             error = relative_error(sum(share[name].double() for share in ranks), value)
-            assert error < TOLERANCE[dtype], f"{name}: {error:.1e}, U={heads_per_stage}, {dtype}, {config}, {stream}"
+            assert error < TOLERANCE[dtype], f"{name}: {error:.1e}, U={heads_per_stage}, {dtype}, {config}, {stream.cu_seqlens}"
 
 
 def _all_masked(rank, world_size):
