@@ -27,12 +27,14 @@ if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
   fi
 fi
 
-# $1: further requirement files, such as requirements-test.txt. The stamp makes a second run start at once.
-stamp=$("$PYTHON" -c 'import sys; print(sys.prefix)')/.megacp-requirements
-wanted=$(cat "$root/requirements.txt" ${1:+"$root/$1"} | cksum)
-if [ "$(cat "$stamp${1:+-$1}" 2>/dev/null)" != "$wanted" ]; then
+# $1: further requirement files, such as requirements-test.txt. The stamp makes a second run start at once. The project itself is
+# installed in place, so that the tools find it from any folder; PYTHONPATH says which checkout where an environment serves several.
+stamp=$("$PYTHON" -c 'import sys; print(sys.prefix)')/.megacp-requirements${1:+-$1}
+wanted=$(cat "$root/requirements.txt" ${1:+"$root/$1"} | cksum)" $root"
+if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
   echo "installing requirements.txt ${1:-}"
   "$PYTHON" -m pip install --quiet --requirement "$root/requirements.txt" ${1:+--requirement "$root/$1"} || return 1
-  echo "$wanted" > "$stamp${1:+-$1}"
+  "$PYTHON" -m pip install --quiet --no-deps --editable "$root" || return 1
+  echo "$wanted" > "$stamp"
 fi
-export PYTHON
+export PYTHON PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
