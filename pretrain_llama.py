@@ -11,7 +11,9 @@ A laptop, to see it work (`bash examples/quickstart.sh` does the same on real te
 
     torchrun --nproc-per-node 2 pretrain_llama.py --context-parallel-size 2 --mock-data --train-iters 20 --lr 1e-3
 
-`--help` lists every flag; `--dry-run` checks a job without allocating its weights.
+`--help` lists every flag. `--dry-run` checks a job of any size in one process, without its weights:
+
+    WORLD_SIZE=64 python pretrain_llama.py --model llama3-70b --context-parallel-size 32 --mock-data --dry-run
 """
 
 import sys
@@ -27,7 +29,7 @@ from megacp.training.initialize import shut_down_distributed
 from megacp.training.loop import TrainingRun, device_peak_flops
 from megacp.training.metrics import MetricsLogger
 from megacp.training.optimizer import build_optimizer
-from megacp.training.sharding import build_model
+from megacp.training.sharding import allocate_weights, build_model
 from megacp.training.step import StepSettings
 from megacp.training.summary import predicted_step_seconds, startup_summary
 from megacp.training.training_data import open_training_data
@@ -55,18 +57,18 @@ def main() -> int:
         timeout = collective_timeout(args.distributed_timeout_minutes, step_seconds)
         if is_first_rank:
             print(startup_summary(args, config, layout, schedule, device, dtype, data, timeout, notes), flush=True)
-        initialize_distributed(layout, device, timeout)
+        initialize_distributed(layout, device, timeout, fake=args.dry_run)
+        model = build_model(config, parallel_state.get_data_context_mesh(), dtype)
         if args.dry_run:
-            if is_first_rank:
-                print("dry run: everything but the weights was built; nothing was trained", flush=True)
+            print(f"dry run, rank {launched_rank()} of {layout.world_size}: all but the weights was built, nothing was trained")
         else:
-            train(args, config, settings, device, dtype, data, is_first_rank)
+            train(args, config, settings, model, device, dtype, data, is_first_rank)
         shut_down_distributed()
     return outcome.exit_code
 
 
-def train(args, config, settings, device, dtype, data, is_first_rank) -> None:
-    model = build_model(config, parallel_state.get_data_context_mesh(), device, dtype, args.seed)
+def train(args, config, settings, model, device, dtype, data, is_first_rank) -> None:
+    allocate_weights(model, device, args.seed)
     optimizer = build_optimizer(
         model, lr=args.lr, weight_decay=args.weight_decay, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps
     )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megacp.parallel_state import ParallelLayout, destroy_model_parallel, initialize_model_parallel
 
-MINIMUM_TIMEOUT = timedelta(minutes=10)
+MINIMUM_SECONDS, MAXIMUM_SECONDS = 600.0, 86400.0  # of a collective's time limit
 
 
 def launched_world_size() -> int:
@@ -31,6 +31,8 @@ def launched_rank() -> int:
 
 def select_device(requested: str) -> torch.device:
     """`auto` takes the GPU of LOCAL_RANK when there is one. Raises ValueError naming --device when it asks for what is not there."""
+    # Segments that grow in place do not fragment when steps differ in their documents. Read at the first allocation.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     available = torch.cuda.device_count()
     if requested == "cpu" or (requested == "auto" and not available):
@@ -45,16 +47,22 @@ def select_device(requested: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def initialize_distributed(layout: ParallelLayout, device: torch.device, timeout: timedelta) -> None:
-    """Makes the default group (NCCL on GPUs, gloo on CPUs) and the groups of `layout`; `timeout` is that of every collective."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        # One allocation pattern for steps of any length: segments grow in place instead of fragmenting.
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+def initialize_distributed(layout: ParallelLayout, device: torch.device, timeout: timedelta, fake: bool = False) -> None:
+    """Makes the default group (NCCL on GPUs, gloo on CPUs) and the groups of `layout`; `timeout` is that of every collective.
+
+    `fake` stands in for a job of any size in one process: groups have their true sizes and this rank's place, and no bytes move.
+    """
+    if fake:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=launched_rank(), world_size=layout.world_size)
+    else:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if "RANK" not in os.environ:
+            one_rank = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+            os.environ.update(one_rank)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     initialize_model_parallel(layout, device.type, timeout)
 
 
@@ -66,8 +74,8 @@ def shut_down_distributed() -> None:
 
 
 def collective_timeout(minutes: float, step_seconds: float) -> timedelta:
-    """`minutes` when given; else five predicted steps, at least ten minutes: a rank may wait a step for a slower one."""
-    return timedelta(minutes=minutes) if minutes else max(MINIMUM_TIMEOUT, 5 * timedelta(seconds=step_seconds))
+    """`minutes` when given; else five predicted steps, ten minutes to a day: a rank may wait a step for a slower one."""
+    return timedelta(minutes=minutes) if minutes else timedelta(seconds=min(max(5 * step_seconds, MINIMUM_SECONDS), MAXIMUM_SECONDS))
 
 
 def _free_port() -> int:

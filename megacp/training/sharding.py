@@ -31,11 +31,14 @@ def shard_model(model: Llama, mesh: DeviceMesh, dtype: torch.dtype) -> Llama:
     return model
 
 
-def build_model(config: ModelConfig, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype, seed: int) -> Llama:
-    """A sharded model with initial weights from `seed`, the same for every layout. No rank ever holds the whole model."""
+def build_model(config: ModelConfig, mesh: DeviceMesh, dtype: torch.dtype) -> Llama:
+    """A sharded model on the meta device: everything but the weights."""
     with torch.device("meta"):
         model = Llama(config, dtype=torch.float32)
-    shard_model(model, mesh, dtype)
+    return shard_model(model, mesh, dtype)
+
+
+def allocate_weights(model: Llama, device: torch.device, seed: int) -> None:
+    """Gives each rank its shards, with initial weights from `seed`, the same for every layout. No rank ever holds the whole model."""
     model.to_empty(device=device)
-    initialize_weights(model, config, seed)
-    return model
+    initialize_weights(model, model.config, seed)
