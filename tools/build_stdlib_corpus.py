@@ -1,6 +1,6 @@
 """A corpus that every machine with Python has: the sources of the interpreter's own standard library, one document a file.
 
-    python -m tools.build_stdlib_corpus --output data/stdlib.jsonl
+    python tools/build_stdlib_corpus.py --output data/stdlib.jsonl
 
 writes JSON lines, sorted by name: {"name": "abc.py", "text": "..."}. Python 3.11 gives 734 documents, 12.1 MB; the longest,
 pydoc_data/topics.py, has 0.7 MB. Installed packages are left out, and the tests too unless --include-tests.

@@ -1,14 +1,16 @@
 """Turn text into tokens on disk: Megatron's PREFIX.bin and PREFIX.idx, which --data-path PREFIX reads.
 
-    python -m tools.preprocess_data --input corpus.jsonl --output-prefix data/corpus \\
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type SentencePiece --tokenizer-model data/tokenizer.model --append-eod
 
-    python -m tools.preprocess_data --input src/ notes.txt --extensions .py .md --output-prefix data/mine --tokenizer-type Byte --append-eod
+    python tools/preprocess_data.py --input src/ notes.txt --extensions .py .md --output-prefix data/mine \\
+        --tokenizer-type Byte --append-eod
 
 Prints a line every few seconds:      120.4 of 981.3 MB (12%)   6.2 MB/s   1.9 M tokens/s   10,412 documents
 
-A process reads, --workers processes tokenize, the first one writes, in the order of the input: the output is the same for any number of
-workers. At most a few tasks a worker are in memory. The files get their names when they are complete; an interrupted run leaves none.
+One process reads and writes, --workers processes tokenize, in the order of the input: the output is the same for any number of
+workers. A few tasks a worker are in memory at a time. The files get their names when they are complete; an interrupted run
+leaves none.
 """
 
 import argparse

@@ -1,12 +1,13 @@
 """Train a SentencePiece tokenizer that keeps every character: line feeds, tabs, indentation, any Unicode (as bytes where rare).
 
-    python -m tools.train_tokenizer --input corpus.jsonl --output-prefix data/tokenizer --vocab-size 4096
+    python tools/train_tokenizer.py --input corpus.jsonl --output-prefix data/tokenizer --vocab-size 4096
 
-writes data/tokenizer.model, for --tokenizer-type SentencePiece --tokenizer-model data/tokenizer.model. 12 MB of Python sources take about
-two seconds with bpe, a minute with unigram.
+writes data/tokenizer.model, for --tokenizer-type SentencePiece --tokenizer-model data/tokenizer.model. 12 MB of Python sources
+take about two seconds with bpe, a minute with unigram.
 
-Its text is not normalised, no space is put in front, runs of spaces may be pieces ("        return" is two), "\\n" and "\\t" are pieces of their
-own, and a character without a piece becomes its UTF-8 bytes. Only U+2581, SentencePiece's own sign for a space, comes back as a space.
+The text is not normalised, no space is put in front, runs of spaces may be pieces ("        return" is two), "\\n" and "\\t" are
+pieces of their own, and a character without a piece becomes its UTF-8 bytes. Only U+2581, SentencePiece's own sign for a space,
+comes back as a space.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def training_lines(args: argparse.Namespace) -> Iterator[str]:
 
 
 def draw(lines: Iterator[str], count: int, seed: int) -> list[str]:
-    """At most `count` of the lines, each with the same chance, by the seed alone (SentencePiece's own draw differs from run to run)."""
+    """At most `count` of the lines, each with the same chance, by `seed` alone (SentencePiece's own differs from run to run)."""
     generator, drawn = random.Random(seed), []
     for number, line in enumerate(lines):
         if number < count:

@@ -11,7 +11,8 @@ Worked example: 12 samples a step, micro-batches of 2, data-parallel size 3, the
     >>> micro_batch_indices(0, 12, 2, data_rank=1, data_size=3)
     [[2, 3], [8, 9]]
 
-The next step has consumed_samples = 12. All context-parallel ranks of one data rank share its samples: each reads its own tokens of them.
+The next step has consumed_samples = 12. All context-parallel ranks of one data rank share its samples: each reads its own tokens of
+them.
 """
 
 

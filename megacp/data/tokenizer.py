@@ -89,10 +89,10 @@ class SentencePieceTokenizer:
         self._cuttable = self._line_feed_stands_alone()
 
     def _line_feed_stands_alone(self) -> bool:
-        """No piece holds a line feed but the line feed itself, and a line's start is not marked by a dummy prefix."""
+        """Only the piece "\\n" holds a line feed, and no dummy prefix marks where a text begins."""
         model = self._model
         with_line_feed = [i for i in range(self.vocab_size) if "\n" in model.id_to_piece(i)]
-        return len(with_line_feed) == 1 and model.encode("a\na") == [*model.encode("a"), *with_line_feed, *model.encode("a")]
+        return model.encode("a\na") == [*model.encode("a"), *with_line_feed, *model.encode("a")]
 
     def encode(self, text: str) -> list[int]:
         if not self._cuttable:

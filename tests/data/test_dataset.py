@@ -17,9 +17,12 @@ def test_parse_data_path():
     assert parse_data_path(["code"]) == [(1.0, "code")]
     assert parse_data_path(["0.3", "code", "7", "books"]) == [(0.3, "code"), (7.0, "books")]
     for bad, message in [
-        ([], "takes one prefix"), (["a", "b", "c"], "takes one prefix, or pairs"), (["code", "books"], "before books, found 'code'"),
-        (["0", "code", "1", "books"], "weight 0 of code must be above 0"), (["nan", "code"], "weight nan of code"),
-    ]:  # fmt: skip
+        ([], "takes one prefix"),
+        (["a", "b", "c"], "takes one prefix, or pairs"),
+        (["code", "books"], "before books, found 'code'"),
+        (["0", "code", "1", "books"], "weight 0 of code must be above 0"),
+        (["nan", "code"], "weight nan of code"),
+    ]:
         with pytest.raises(DatasetError, match=f"--data-path.*{message}"):
             parse_data_path(bad)
 

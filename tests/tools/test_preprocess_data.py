@@ -18,10 +18,10 @@ EOD = 257
 
 
 def run(tmp_path, *arguments, inputs):
-    preprocess_data.main([
-        "--input", *map(str, inputs), "--output-prefix", str(tmp_path / "out/x"), "--tokenizer-type", "Byte", "--workers", "1", *arguments,
-    ])  # fmt: skip
-    return IndexedDataset(tmp_path / "out/x")
+    prefix = str(tmp_path / "out/x")
+    defaults = ["--output-prefix", prefix, "--tokenizer-type", "Byte", "--workers", "1"]
+    preprocess_data.main(["--input", *map(str, inputs), *defaults, *arguments])
+    return IndexedDataset(prefix)
 
 
 def documents_of(dataset):
@@ -131,12 +131,12 @@ def test_killed_in_the_middle_leaves_the_name_free(tmp_path):
     """The command as users launch it, killed while it waits for input: nothing under the final names."""
     os.mkfifo(tmp_path / "endless")
     (tmp_path / "in").mkdir()
-    command = [
-        sys.executable, "-c",
-        "import sys; from tools import preprocess_data as p; p.find_sources = lambda *_: [p.Path(sys.argv[2])]; p.main(sys.argv[3:])",
-        "--", str(tmp_path / "endless"), "--input", "x", "--output-prefix", str(tmp_path / "in/x"), "--tokenizer-type", "Byte", "--workers", "1",
-    ]  # fmt: skip
-    with subprocess.Popen(command, cwd=ROOT) as process:
+    waits = (
+        "import sys; from tools import preprocess_data as p; p.find_sources = lambda *_: [p.Path('endless')]; p.main(sys.argv[1:])"
+    )
+    arguments = ["--input", "x", "--output-prefix", "in/x", "--tokenizer-type", "Byte", "--workers", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", waits, *arguments], cwd=tmp_path, env=environment) as process:
         deadline = time.monotonic() + 30
         while not list((tmp_path / "in").iterdir()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -147,14 +147,7 @@ def test_killed_in_the_middle_leaves_the_name_free(tmp_path):
 def test_command_line(tmp_path):
     """As the documentation says to launch it."""
     (tmp_path / "a.txt").write_text("ab")
-    command = [
-        sys.executable,
-        "-m",
-        "tools.preprocess_data",
-        "--input",
-        str(tmp_path / "a.txt"),
-        "--output-prefix",
-        str(tmp_path / "x"),
-    ]
-    subprocess.run([*command, "--tokenizer-type", "Byte", "--workers", "2"], cwd=ROOT, check=True, timeout=60)
+    arguments = ["--input", "a.txt", "--output-prefix", "x", "--tokenizer-type", "Byte", "--workers", "2"]
+    command = [sys.executable, str(ROOT / "tools/preprocess_data.py"), *arguments]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, check=True, timeout=60)
     assert documents_of(IndexedDataset(tmp_path / "x")) == [[*b"ab"]]

@@ -10,9 +10,10 @@ from megacp.data.tokenizer import build_tokenizer
 from tools import train_tokenizer
 
 WORDS = random.Random(0).choices("abcdefghijklmnop", k=800)
+NAMES = ["".join(WORDS[10 * i : 10 * i + 10]) for i in range(80)]
 TEXTS = [
-    f"class {''.join(WORDS[10 * i : 10 * i + 10])}:\n    def f(self):\n        if {i}:\n            return  'é' + str({i})\n\n\tend\r\n"
-    for i in range(80)
+    f"class {name}:\n    def f(self):\n        if {i}:\n            return  'é' + str({i})\n\n\tend\r\n"
+    for i, name in enumerate(NAMES)
 ]
 
 
