@@ -43,6 +43,7 @@ def run_distributed(fn, world_size: int, *args, timeout: float = 120) -> list:
     The first rank that fails ends the others and the call, which raises RankFailure with the rank's traceback.
     So does running longer than `timeout` seconds.
     """
+    __tracebackhide__ = True  # pytest shows the rank's traceback, not this function
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     payload = pickle.dumps((fn, args))
     ranks, processes = {}, []
