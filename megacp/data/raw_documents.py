@@ -4,8 +4,8 @@
     for raw in read_documents(sources):        raw.name: "notes.txt", "code/a.py", "pages.jsonl.gz:1", "pages.jsonl.gz:2", ...
         text = decode(raw, errors="strict", json_keys=["text"])
 
-A file is one document; in .jsonl and .jsonl.gz each line is one, {"text": "..."}. Folders are read recursively, sorted by path, names
-that begin with a dot left out. Reading keeps bytes, so that decoding can happen in another process.
+A file is one document; in .jsonl and .jsonl.gz each line is one, {"text": "..."}. Folders are read recursively, sorted by path,
+names that begin with a dot left out. Reading keeps bytes, so that decoding can happen in another process.
 """
 
 import gzip
@@ -63,8 +63,8 @@ def read_documents(sources: list[Path]) -> Iterator[RawDocument]:
 def decode(raw: RawDocument, errors: str = "strict", json_keys: Sequence[str] = ("text",)) -> str | None:
     """The text of a document: of a JSON line, the values of `json_keys` joined by a line feed.
 
-    None when errors is "skip" and the document cannot be used. "replace" puts U+FFFD for what is not UTF-8. Raises DatasetError naming
-    the file and the byte or the line.
+    None when errors is "skip" and the document cannot be used. "replace" puts U+FFFD for what is not UTF-8. Raises DatasetError
+    naming the file and the byte or the line.
     """
     try:
         text = _to_text(raw, raw.data, errors)
