@@ -39,11 +39,12 @@ FLAG_BEHIND_PRESENCE = {
 
 
 def first_mismatch(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> str | None:
-    """Says what is wrong with the first of the model's parameters that differs, in the model's order; None if all fit."""
+    """Says what is wrong with the first parameter that differs, in the model's order; None if all fit."""
+    layers = _layers(saved), _layers(wanted)
     for name, shape in wanted.items():
         if name not in saved:
-            layers = _layers(saved), _layers(wanted)
-            return f"{name} {shape} is not in the checkpoint; look at {_flag_behind_presence(name, *layers)}"
+            flag = _flag_behind_presence(name, *layers)
+            return f"{name} {shape} is not in the checkpoint; look at {flag}"
         if saved[name] != shape:
             return (
                 f"{name} is {saved[name]} in the checkpoint and {shape} in the model built from the flags: "
@@ -51,8 +52,8 @@ def first_mismatch(saved: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> s
             )
     for name, shape in saved.items():
         if name not in wanted:
-            layers = _layers(saved), _layers(wanted)
-            return f"{name} {shape} of the checkpoint is not in the model; look at {_flag_behind_presence(name, *layers)}"
+            flag = _flag_behind_presence(name, *layers)
+            return f"{name} {shape} of the checkpoint is not in the model; look at {flag}"
     return None
 
 

@@ -149,7 +149,7 @@ def load_checkpoint(
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Reports the system's error (no space left, no permission) where torch reports its zip writer's trouble with it."""
+    """Reports the system's error (no space, no permission) where torch reports its zip writer's trouble with it."""
 
     def write_data(self, plan, planner):
         try:
@@ -183,7 +183,7 @@ def _collect(entries: dict, model: nn.Module, optimizer: torch.optim.Optimizer |
 
 
 def _make_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Gives an optimizer that has not stepped its zero state. torch makes it by a step of zero length, and counts it."""
+    """Gives an optimizer that has not stepped its zero state. torch makes it by a step of length 0, and counts that."""
     if optimizer.state:
         return
     optimizer.zero_grad(set_to_none=True)  # torch would take gradients as a sign that the optimizer is stateless

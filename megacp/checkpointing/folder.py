@@ -51,7 +51,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`world_size` is the number of ranks that wrote; `save_number`, which `publish` sets, counts a directory's saves."""
+    """`world_size` ranks wrote the files; `save_number`, which `publish` sets, counts the saves into a directory."""
 
     iteration: int
     world_size: int

@@ -17,13 +17,13 @@ from tests.distributed import run_distributed
 from tests.training.sharded_model import adamw, full_moments, full_weights, sharded_model, train_step
 
 
-def train(rank, world_size, directory, first, last, save, bf16=False):
+def train(rank, world_size, directory, first, last, save):
     """Steps `first` to `last` - 1, from the checkpoint unless `first` is 0; the state after them and the norms seen."""
-    model = sharded_model(bf16=bf16, seed=first)  # other weights than those saved, lest loading nothing looks right
+    model = sharded_model(seed=first)  # other weights than those saved, lest loading nothing looks right
     optimizer = adamw(model)
     if first:
-        trainer_state = load_checkpoint(directory, model, optimizer)
-        assert trainer_state == {"iteration": first, "consumed_samples": 8 * first, "args": {"lr": 0.1, "split": [9, 1]}}
+        expected = {"iteration": first, "consumed_samples": 8 * first, "args": {"lr": 0.1, "split": [9, 1]}}
+        assert load_checkpoint(directory, model, optimizer) == expected
     norms = [train_step(model, optimizer, step) for step in range(first, last)]
     if save:
         trainer_state = {"iteration": last, "consumed_samples": 8 * last, "args": {"lr": 0.1, "split": (9, 1)}}
@@ -37,17 +37,16 @@ def assert_equal_states(state, expected):
         assert torch.equal(state[name], expected[name]), name
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_run_resumed_twice_is_the_uninterrupted_run_bit_by_bit(tmp_path, bf16):
-    straight_norms, straight = run_distributed(train, 2, tmp_path, 0, 8, False, bf16)[0]
-    first_norms, _ = run_distributed(train, 2, tmp_path, 0, 3, True, bf16)[0]
-    second_norms, _ = run_distributed(train, 2, tmp_path, 3, 5, True, bf16)[0]
-    third_norms, resumed = run_distributed(train, 2, tmp_path, 5, 8, False, bf16)[0]
+def test_a_run_resumed_twice_is_the_uninterrupted_run_bit_by_bit(tmp_path):
+    straight_norms, straight = run_distributed(train, 2, tmp_path, 0, 8, False)[0]
+    first_norms, _ = run_distributed(train, 2, tmp_path, 0, 3, True)[0]
+    second_norms, _ = run_distributed(train, 2, tmp_path, 3, 5, True)[0]
+    third_norms, resumed = run_distributed(train, 2, tmp_path, 5, 8, False)[0]
     assert first_norms + second_norms + third_norms == straight_norms
     assert_equal_states(resumed, straight)
 
 
-@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (2, 4), (4, 2), (1, 3)])
+@pytest.mark.parametrize(("saving", "loading"), [(2, 4), (4, 1)])
 def test_loading_on_another_number_of_ranks(tmp_path, saving, loading):
     _, saved = run_distributed(train, saving, tmp_path, 0, 2, True)[0]
     for _, loaded in run_distributed(train, loading, tmp_path, 2, 2, False):
@@ -62,7 +61,8 @@ def settings_after_load(rank, world_size, directory):
     model = sharded_model(seed=1)
     optimizer = adamw(model, lr=0.5, weight_decay=0.3, betas=(0.8, 0.9))
     load_checkpoint(directory, model, optimizer)
-    return [(group["lr"], group["weight_decay"], tuple(group["betas"]), group["fused"]) for group in optimizer.param_groups]
+    names = ("lr", "weight_decay", "betas", "fused")
+    return [tuple(group[name] for name in names) for group in optimizer.param_groups]
 
 
 def test_flags_not_the_checkpoint_give_the_optimizers_settings(tmp_path):
@@ -111,15 +111,18 @@ def draws_after_save(rank, world_size, directory):
 
 def draws_after_load(rank, world_size, directory):
     model = sharded_model()
-    load_checkpoint(directory, model, adamw(model))
-    return draw()
+    draws = set()
+    for _ in range(2):  # the same at every attempt
+        load_checkpoint(directory, model, adamw(model))
+        draws.add(draw())
+    [numbers] = draws
+    return numbers
 
 
 def test_random_generators(tmp_path):
     saved = run_distributed(draws_after_save, 2, tmp_path)
     assert run_distributed(draws_after_load, 2, tmp_path) == saved  # each rank goes on in its own stream
     other_layout = run_distributed(draws_after_load, 3, tmp_path)
-    assert run_distributed(draws_after_load, 3, tmp_path) == other_layout  # the same at every attempt
     for kind in range(3):
         numbers = [draws[kind] for draws in saved + other_layout]
         assert len(set(numbers)) == 5  # no two ranks alike
@@ -169,6 +172,14 @@ def save_twice(rank, world_size, directory, sgd=False):
         save_checkpoint(directory, iteration, model, last, {"iteration": iteration})
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Iterations 10 and 20 of two ranks; tests change a copy."""
+    directory = tmp_path_factory.mktemp("saved")
+    run_distributed(save_twice, 2, directory)
+    return directory
+
+
 def truncate(path):
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -187,19 +198,18 @@ DAMAGES = [
     (".metadata", truncate, "bytes where"),
     (".metadata", flip_a_bit, "is damaged"),
     (".metadata", lambda path: path.unlink(), "cannot be read"),
-    ("trainer_state.json", lambda path: path.write_text('{"iteration": 21}'), "is damaged"),
+    ("trainer_state.json", lambda path: path.write_text(path.read_text().replace("20", "21")), "is damaged"),
     ("trainer_state.json", lambda path: path.unlink(), "cannot be read"),
     ("manifest.json", flip_a_bit, "is damaged"),
     ("manifest.json", truncate, "is damaged"),
 ]
 
 
-def test_damaged_checkpoints_are_refused_on_every_rank_and_the_older_one_is_named(tmp_path):
-    run_distributed(save_twice, 2, tmp_path / "good")
+def test_damaged_checkpoints_are_refused_on_every_rank_and_the_older_one_is_named(saved, tmp_path):
     directories = []
     for number, (name, damage, _) in enumerate(DAMAGES):
         directories.append(tmp_path / f"damaged{number}")
-        shutil.copytree(tmp_path / "good", directories[-1])
+        shutil.copytree(saved, directories[-1])
         damage(directories[-1] / "iter_0000020" / name)
     for messages in run_distributed(load_messages, 2, directories):
         for directory, message, (name, _, what) in zip(directories, messages, DAMAGES, strict=True):
@@ -207,43 +217,45 @@ def test_damaged_checkpoints_are_refused_on_every_rank_and_the_older_one_is_name
             assert message.endswith("iter_0000010 is older and intact: to take it, move iter_0000020 away")
 
 
-def load_iteration(rank, world_size, directory, iteration):
+def load_in_turn(rank, world_size, choices):
     model = sharded_model()
-    return load_checkpoint(directory, model, adamw(model), iteration)
+    return [load_checkpoint(directory, model, adamw(model), iteration) for directory, iteration in choices]
 
 
-def test_the_advice_works_and_a_damaged_older_one_is_not_named(tmp_path):
-    run_distributed(save_twice, 2, tmp_path)
-    flip_a_bit(tmp_path / "iter_0000020" / "__0_0.distcp")
-    truncate(tmp_path / "iter_0000010" / "__0_0.distcp")
-    assert "iter_0000010" not in run_distributed(load_messages, 2, [tmp_path])[0][0]
-    run_distributed(save_twice, 2, tmp_path)
-    shutil.move(tmp_path / "iter_0000020", tmp_path / "away")
-    assert run_distributed(load_iteration, 2, tmp_path, None)[1] == {"iteration": 10}
+def test_choosing_an_iteration_and_moving_a_damaged_one_away_as_advised(saved, tmp_path):
+    moved = shutil.copytree(saved, tmp_path / "moved")
+    shutil.move(moved / "iter_0000020", tmp_path)
+    for states in run_distributed(load_in_turn, 2, [(saved, None), (saved, 10), (moved, None)]):
+        assert states == [{"iteration": 20}, {"iteration": 10}, {"iteration": 10}]
 
 
-def test_choosing_an_iteration(tmp_path):
-    run_distributed(save_twice, 2, tmp_path)
-    assert run_distributed(load_iteration, 2, tmp_path, 10) == [{"iteration": 10}] * 2
-    [message], _ = run_distributed(load_messages, 2, [tmp_path], 15)
-    assert "no complete checkpoint of iteration 15; there are [10, 20]" in message
+def absent_messages(rank, world_size, directories, iteration):
+    return load_messages(rank, world_size, directories), load_messages(rank, world_size, directories[-1:], iteration)[0]
 
 
-def test_no_checkpoint(tmp_path):
-    for messages in run_distributed(load_messages, 2, [tmp_path, tmp_path / "absent"]):
-        assert all(message.startswith(f"--load {tmp_path}") and "no complete checkpoint" in message for message in messages)
+def test_no_such_checkpoint_and_no_sound_one_to_name(saved, tmp_path):
+    both_damaged = shutil.copytree(saved, tmp_path / "both")
+    flip_a_bit(both_damaged / "iter_0000020" / "__0_0.distcp")
+    truncate(both_damaged / "iter_0000010" / "__0_0.distcp")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    directories = [empty, tmp_path / "absent", both_damaged]
+    for messages, other_iteration in run_distributed(absent_messages, 2, directories, 15):
+        for directory, message in zip(directories[:2], messages[:2], strict=True):
+            assert message == f"--load {directory}: there is no complete checkpoint in it"
+        assert "iter_0000020: __0_0.distcp is damaged" in messages[2] and "iter_0000010" not in messages[2]
+        assert "no complete checkpoint of iteration 15; there are [10, 20]" in other_iteration
 
 
-def test_another_model_is_refused_with_names_shapes_and_flags(tmp_path):
-    run_distributed(save_twice, 2, tmp_path)
-    for messages in run_distributed(load_messages_of_changed_models, 2, tmp_path):
+def test_another_model_is_refused_with_names_shapes_and_flags(saved):
+    for messages in run_distributed(load_messages_of_changed_models, 2, saved):
         hidden, three_layers, one_layer, qk, width = messages
         assert "layers.0.up_proj is (24, 7) in the checkpoint and (16, 7)" in hidden and "--ffn-hidden-size" in hidden
         assert "layers.2.input_layernorm" in three_layers and "--num-layers (2 saved, 3 asked for)" in three_layers
         assert "layers.1.input_layernorm" in one_layer and "--num-layers (2 saved, 1 asked for)" in one_layer
         assert "layers.0.q_norm" in qk and "--qk-layernorm" in qk
-        assert "layers.0.input_layernorm is (7,)" in width and "--hidden-size" in width
-        assert all(f"--load {tmp_path}: iter_0000020" in message for message in messages)
+        assert "norm is (7,) in the checkpoint and (6,)" in width and "--hidden-size" in width
+        assert all(f"--load {saved}: iter_0000020" in message for message in messages)
 
 
 def test_missing_optimizer_state(tmp_path):
@@ -283,12 +295,10 @@ def test_files_are_spread_over_the_ranks_for_verification(tmp_path, monkeypatch)
     assert {len(share) for share in verified} == {3, 4}
 
 
-def test_the_manifest_lists_every_file(tmp_path):
-    run_distributed(save_twice, 2, tmp_path)
-    text = (tmp_path / "iter_0000020" / folder.MANIFEST).read_text()
+def test_the_manifest_lists_every_file(saved):
+    text = (saved / "iter_0000020" / folder.MANIFEST).read_text()
     fields = json.loads(text.partition("\n")[2])
     assert (fields["iteration"], fields["world_size"]) == (20, 2)
-    on_disk = {path.name: path.stat().st_size for path in (tmp_path / "iter_0000020").iterdir()}
-    assert {name: record["bytes"] for name, record in fields["files"].items()} | {
-        folder.MANIFEST: len(text)
-    } == on_disk
+    on_disk = {path.name: path.stat().st_size for path in (saved / "iter_0000020").iterdir()}
+    recorded = {name: record["bytes"] for name, record in fields["files"].items()}
+    assert recorded | {folder.MANIFEST: len(text)} == on_disk

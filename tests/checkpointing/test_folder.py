@@ -1,10 +1,16 @@
 """Which folder is the newest, and what is kept, whatever killed runs, other programs and people left there."""
 
+import os
+
 import pytest
 
 from megacp.checkpointing import folder
 from megacp.checkpointing.distributed import CheckpointError, latest_iteration
 from megacp.checkpointing.folder import DamagedFile, Manifest
+from tests.checkpointing.faults import FileFault, die
+from tests.distributed import run_distributed
+
+EACH = [10, 20, 30, 40]
 
 
 def save(directory, iteration, contents="weights", keep=None):
@@ -64,9 +70,9 @@ def test_a_run_that_went_back_goes_on_from_its_own_save(tmp_path):
     assert folders(tmp_path) == ["iter_0000015", "iter_0000025"]
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [40]), (2, [30, 40]), (9, [10, 20, 30, 40]), (0, [10, 20, 30, 40]), (None, [10, 20, 30, 40])])
+@pytest.mark.parametrize(("keep", "left"), [(1, [40]), (2, [30, 40]), (4, EACH), (9, EACH), (0, EACH), (None, EACH)])
 def test_keep(tmp_path, keep, left):
-    for iteration in (10, 20, 30, 40):
+    for iteration in EACH:
         save(tmp_path, iteration, keep=keep)
     assert folders(tmp_path) == [folder.folder_name(iteration) for iteration in left]
 
@@ -147,3 +153,40 @@ def test_any_flipped_bit_of_a_manifest_is_noticed_and_does_not_hide_the_checkpoi
         with pytest.raises(DamagedFile, match="manifest.json"):
             Manifest.read(path.parent)
         assert latest_iteration(tmp_path) == 20
+
+
+def newest_contents(directory):
+    """Of the newest checkpoint, every file of which must be whole."""
+    path = list(folder.complete_checkpoints(directory).values())[-1]
+    for name, record in Manifest.read(path).files.items():
+        folder.verify_file(path / name, record)
+    return (path / "data").read_text()
+
+
+def saves_killed_at_each_operation(rank, world_size, directory, again):
+    """Contents after each of a row of saves, each of which dies one file operation later than the one before."""
+    save(directory, 1, "1")
+    found = ["1"]
+    for operation in range(1, 100):
+        contents = str(int(found[-1]) + 1)
+        child = os.fork()
+        if child == 0:
+            FileFault().arm(operation, die)
+            save(directory, 1 if again else int(contents), contents, keep=1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        found.append(newest_contents(directory))
+        if status == 0:
+            return found, folders(directory)
+    raise AssertionError("a save has no 100 operations")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_killed_before_each_file_operation(tmp_path, again):
+    """Dying early loses the save, dying late does not, and no other is lost, though `keep` is 1."""
+    [(found, left)] = run_distributed(saves_killed_at_each_operation, 1, tmp_path, again)
+    numbers = [int(contents) for contents in found]
+    assert len(numbers) > 12
+    assert all(after - before in (0, 1) for before, after in zip(numbers, numbers[1:], strict=False))
+    assert numbers[1] == 1 and numbers[-1] == numbers[-2] + 1
+    assert left == [folder.folder_name(1 if again else numbers[-1])]  # every leftover is gone
