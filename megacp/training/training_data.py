@@ -1,7 +1,7 @@
 """Opens what --data-path or --mock-data names, and the tokenizer that says where documents end.
 
     data = open_training_data(args, config)
-    data.train.tokens(0, 0, 8), data.eod, data.vocab_size          # eod and vocab_size: None and 0 without a tokenizer
+    data.train.tokens(0, 0, 8), data.eod, data.vocab_size          # eod None, vocab_size 0: no tokenizer given
 """
 
 import argparse
@@ -26,7 +26,7 @@ def open_training_data(args: argparse.Namespace, config: ModelConfig) -> Trainin
     """Raises DatasetError (a ValueError) naming the file or flag when the data cannot be used."""
     if args.mock_data:
         dataset = MockDataset(config.vocab_size, args.seq_length, args.seed)
-        return TrainingData(dataset, None, 0, f"mock documents, seed {args.seed}")
+        return TrainingData(dataset, dataset.eod, 0, f"mock documents, seed {args.seed}")
     eod, vocab_size = None, 0
     if args.tokenizer_type:
         tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
