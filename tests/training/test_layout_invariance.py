@@ -30,6 +30,8 @@ FLAGS = f"""--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention
     --lr {LEARNING_RATE} --lr-decay-style constant --weight-decay {WEIGHT_DECAY} --clip-grad {CLIP}
     --mlp-tile-size 10 --loss-tile-size 14 --mock-data --reset-position-ids"""
 
+TOLERANCE = 1e-5  # relative, of losses and gradient norms in fp32; measured: 1.3e-7
+
 # Ranks and what differs from one rank that takes the four sequences of a step as one micro-batch.
 LAYOUTS = {
     "1 rank": (1, "--micro-batch-size 4"),
@@ -46,7 +48,7 @@ LAYOUTS = {
 
 
 class LopsidedDataset:
-    """Sequences of documents whose labels are masked where the input is EOD, with --eod-mask-loss: see the module docstring."""
+    """Documents that end in one EOD or a run of them; --eod-mask-loss masks the label where the input is EOD."""
 
     seq_length = SEQ_LENGTH
 
@@ -58,7 +60,7 @@ class LopsidedDataset:
 
     def document_borders(self, i):
         tokens = self._sequence(i)
-        inner = [place + 1 for place in range(SEQ_LENGTH - 1) if tokens[place] == EOD]
+        inner = [place for place in range(1, SEQ_LENGTH) if tokens[place - 1] == EOD != tokens[place]]
         return np.array([0, *inner, SEQ_LENGTH])
 
     def tokens(self, i, start, stop):
@@ -128,9 +130,10 @@ def _plain_float64_training(weights, config):
                 tokens.append(token)
                 labels.append(IGNORED_LABEL if token == EOD else label)
                 positions.append(position)
-                position = 0 if token == EOD else position + 1
-                if token == EOD or len(tokens) % SEQ_LENGTH == 0:
+                position += 1
+                if (token == EOD and label != EOD) or len(tokens) % SEQ_LENGTH == 0:
                     borders.append(len(tokens))
+                    position = 0
         labels_S = torch.tensor(labels)
         loss_sum, _ = reference_model(params, torch.tensor(tokens), labels_S, torch.tensor(positions), borders, config)
         loss = loss_sum / (labels_S != IGNORED_LABEL).sum()
@@ -145,8 +148,8 @@ def _plain_float64_training(weights, config):
 def test_one_rank_trains_as_a_plain_float64_loop_does():
     losses, norms, weights, config = _one_rank()
     expected_losses, expected_norms = _plain_float64_training(weights, config)
-    assert losses == pytest.approx(expected_losses, rel=1e-4)
-    assert norms == pytest.approx(expected_norms, rel=1e-3)
+    assert losses == pytest.approx(expected_losses, rel=TOLERANCE)
+    assert norms == pytest.approx(expected_norms, rel=TOLERANCE)
     assert losses[-1] < losses[0] - 0.3, "the comparison says little when nothing is learned"
     assert max(norms) > CLIP, "nor when nothing is clipped"
 
@@ -157,5 +160,5 @@ def test_loss_curve_is_that_of_one_rank(name):
     world_size, flags = LAYOUTS[name]
     own_losses, own_norms, own_weights, _ = run_distributed(_train, world_size, flags)[0]
     assert all(torch.equal(own_weights[key], value) for key, value in weights.items()), "initial weights"
-    assert own_losses == pytest.approx(losses, rel=1e-4)
-    assert own_norms == pytest.approx(norms, rel=1e-3)
+    assert own_losses == pytest.approx(losses, rel=TOLERANCE)
+    assert own_norms == pytest.approx(norms, rel=TOLERANCE)
