@@ -12,7 +12,7 @@ from megacp.kernels.attention import Documents, select_backend
 from megacp.kernels.rotary import attention_factor, inverse_frequencies
 from megacp.model.layer_context import LayerContext
 from megacp.model.llama import Llama
-from tests.model.cases import FLOAT32_TOLERANCE, relative_error, tiny_config
+from tests.model.cases import TOLERANCE, relative_error, tiny_config
 from tests.reference import random_parameters, reference_model
 
 TOKENS = 1500
@@ -87,4 +87,4 @@ def test_bfloat16_model_with_head_norms_and_with_tied_weights(qk_layernorm, unti
 @pytest.mark.parametrize("heads_per_stage", [1, 2, 4, 8])
 def test_float32_model_matches_the_reference_for_every_stage_size(heads_per_stage):
     config = config_of(8, 2, qk_layernorm=True)
-    assert_close(*gradients(config, torch.float32, heads_per_stage, BORDERS["documents"], "reference"), FLOAT32_TOLERANCE)
+    assert_close(*gradients(config, torch.float32, heads_per_stage, BORDERS["documents"], "reference"), TOLERANCE[torch.float32])
