@@ -25,18 +25,21 @@ from tests.reference import IGNORED_LABEL, reference_model
 STEPS, SEQ_LENGTH, VOCABULARY, EOD = 10, 96, 31, 30
 LEARNING_RATE, WEIGHT_DECAY, CLIP, BETAS, EPSILON = 3e-3, 0.1, 1.0, (0.9, 0.95), 1e-8
 FLAGS = f"""--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 8 --num-query-groups 2 --kv-channels 8
-    --vocab-size {VOCABULARY} --init-method-std 0.1 --no-untie-embeddings-and-output-weights --qk-layernorm
+    --vocab-size {VOCABULARY} --init-method-std 0.1
     --seq-length {SEQ_LENGTH} --global-batch-size 4 --train-iters {STEPS} --fp32 --device cpu
     --lr {LEARNING_RATE} --lr-decay-style constant --weight-decay {WEIGHT_DECAY} --clip-grad {CLIP}
     --mlp-tile-size 10 --loss-tile-size 14 --mock-data --reset-position-ids"""
 
+FAMILIES = {  # tied embeddings are in FSDP's root unit, untied ones in units of their own
+    "tied": "--no-untie-embeddings-and-output-weights --qk-layernorm",
+    "untied": "--untie-embeddings-and-output-weights",
+}
 TOLERANCE = 1e-5  # relative, of losses and gradient norms in fp32; measured: 1.3e-7
 
 # Ranks and what differs from one rank that takes the four sequences of a step as one micro-batch.
+ONE_RANK = "--micro-batch-size 4"
 LAYOUTS = {
-    "1 rank": (1, "--micro-batch-size 4"),
     "gradient accumulation 2": (1, "--micro-batch-size 2"),
-    "gradient accumulation 4": (1, "--micro-batch-size 1"),
     "DP4": (4, "--micro-batch-size 1"),
     "C2, U = cu": (2, "--micro-batch-size 4 --context-parallel-size 2 --upipe-heads-per-stage 2"),
     "C2, U = H": (2, "--micro-batch-size 4 --context-parallel-size 2 --cp-comm-type a2a"),
@@ -107,8 +110,8 @@ def _train(rank, world_size, flags):
 
 
 @functools.cache
-def _one_rank():
-    (result,) = run_distributed(_train, 1, LAYOUTS["1 rank"][1])
+def _one_rank(family):
+    (result,) = run_distributed(_train, 1, f"{FAMILIES[family]} {ONE_RANK}")
     return result
 
 
@@ -145,8 +148,9 @@ def _plain_float64_training(weights, config):
     return losses, norms
 
 
-def test_one_rank_trains_as_a_plain_float64_loop_does():
-    losses, norms, weights, config = _one_rank()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_rank_trains_as_a_plain_float64_loop_does(family):
+    losses, norms, weights, config = _one_rank(family)
     expected_losses, expected_norms = _plain_float64_training(weights, config)
     assert losses == pytest.approx(expected_losses, rel=TOLERANCE)
     assert norms == pytest.approx(expected_norms, rel=TOLERANCE)
@@ -154,11 +158,11 @@ def test_one_rank_trains_as_a_plain_float64_loop_does():
     assert max(norms) > CLIP, "nor when nothing is clipped"
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "1 rank"])
-def test_loss_curve_is_that_of_one_rank(name):
-    losses, norms, weights, _ = _one_rank()
+@pytest.mark.parametrize("name, family", [*((name, "tied") for name in LAYOUTS), ("DP2 x C2", "untied")])
+def test_loss_curve_is_that_of_one_rank(name, family):
+    losses, norms, weights, _ = _one_rank(family)
     world_size, flags = LAYOUTS[name]
-    own_losses, own_norms, own_weights, _ = run_distributed(_train, world_size, flags)[0]
+    own_losses, own_norms, own_weights, _ = run_distributed(_train, world_size, f"{FAMILIES[family]} {flags}")[0]
     assert all(torch.equal(own_weights[key], value) for key, value in weights.items()), "initial weights"
     assert own_losses == pytest.approx(losses, rel=TOLERANCE)
     assert own_norms == pytest.approx(norms, rel=TOLERANCE)
