@@ -50,7 +50,7 @@ def build_micro_batch(
 
     attention_mask: "document" puts a border at each document, "causal" only between sequences. reset_position_ids counts
     positions from the document's start rather than the sequence's; eod_mask_loss masks the label of each token that is `eod`.
-    The three are independent. Raises DatasetError for an id outside the vocabulary, ValueError for settings that do not fit.
+    The three are independent. Labels of padding are always masked. Raises DatasetError for an id outside the vocabulary, ValueError for settings that do not fit.
     """
     seq_length = dataset.seq_length
     stream_length = seq_length * len(sample_indices)
@@ -81,6 +81,7 @@ def build_micro_batch(
         _check_vocabulary(ids, vocab_size, dataset, sample)
         mine = slice(offset + start - first, offset + end - first)
         tokens_T[mine], labels_T[mine] = ids[:-1], ids[1:]
+        labels_T[mine][max(dataset.label_count(sample) - start, 0) :] = IGNORE_INDEX  # padding
         places = np.arange(start, end, dtype=np.int64)
         if reset_position_ids:
             places -= borders[np.searchsorted(borders, places, side="right") - 1]

@@ -73,3 +73,8 @@ class BlendedDataset:
         """As PackedDataset.tokens."""
         dataset, sample = self.locate(i)
         return self._datasets[dataset].tokens(sample, start, stop)
+
+    def label_count(self, i: int) -> int:
+        """As PackedDataset.label_count."""
+        dataset, sample = self.locate(i)
+        return self._datasets[dataset].label_count(sample)

@@ -7,6 +7,7 @@ them 3 to 7. All datasets here answer the same questions about sample i (any i >
 
     tokens(i, start, stop)   int64, tokens [start, stop) of its seq_length + 1, reading no others
     document_borders(i)      int64, 0 ... seq_length: where documents begin
+    label_count(i)           tokens, from the first on, that have a label; padding follows them
     source(i)                the file, for messages
     seq_length, len()        tokens per sequence, sequences per epoch
 """
@@ -37,6 +38,7 @@ class SequenceDataset(Protocol):
     def source(self, i: int) -> str: ...
     def document_borders(self, i: int) -> np.ndarray: ...
     def tokens(self, i: int, start: int, stop: int) -> np.ndarray: ...
+    def label_count(self, i: int) -> int: ...
 
 
 def parse_data_path(data_path: list[str]) -> list[tuple[float, str]]:

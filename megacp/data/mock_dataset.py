@@ -50,6 +50,10 @@ class MockDataset:
         ids[places == borders[document + 1] - 1] = self.eod
         return ids
 
+    def label_count(self, i: int) -> int:
+        """Tokens of sequence i, from its first on, that have a label: all."""
+        return self.seq_length
+
     def _documents(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Borders [documents + 1], first id [documents] and step [documents] of sequence i."""
         raw = np.random.Philox(np.random.SeedSequence([self._seed, i])).random_raw(3 * _MAX_DOCUMENTS)

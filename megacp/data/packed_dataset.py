@@ -90,6 +90,10 @@ class PackedDataset:
             filled, at, position = filled + end - begin, at + end - begin, position + 1
         return out
 
+    def label_count(self, i: int) -> int:
+        """Tokens of sequence i, from its first on, that have a label: all."""
+        return self.seq_length
+
     def _locate(self, i: int) -> tuple[_Epoch, int]:
         """The epoch of sample i and the place in its stream where the sequence begins."""
         number, served = divmod(i, self._num_sequences)

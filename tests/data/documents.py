@@ -40,3 +40,6 @@ class ListedDataset:
     def tokens(self, i, start, stop):
         self.reads.append((i, start, stop))
         return np.array(self.samples[i][0][start:stop], dtype=np.int64)
+
+    def label_count(self, i):
+        return self.seq_length

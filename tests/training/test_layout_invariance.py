@@ -69,6 +69,9 @@ class LopsidedDataset:
     def tokens(self, i, start, stop):
         return self._sequence(i)[start:stop]
 
+    def label_count(self, i):
+        return SEQ_LENGTH
+
     def _sequence(self, i):
         random = np.random.default_rng([5, i])
         tokens = np.arange(SEQ_LENGTH + 1) * (1 + i % 3) % EOD  # something to learn
