@@ -18,6 +18,10 @@ from megacp.model.config import ModelConfig
 LLAMA3_ONLY = ("rope_low_freq_factor", "rope_high_freq_factor")
 YARN_ONLY = ("rope_beta_fast", "rope_beta_slow", "rope_attention_factor")
 ANY_SCALING = ("rope_scaling_factor", "rope_original_max_position_embeddings")
+FIXED_BY_WEIGHTS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "vocab_size",
+    "norm_epsilon", "qk_layernorm", "untie_embeddings_and_output_weights",
+)  # fmt: skip
 CUDA_BACKENDS = ("fa4", "fa3", "fa2", "cudnn")
 
 
@@ -27,6 +31,21 @@ class ArgumentError(ValueError):
     def __init__(self, message: str, fixes: tuple[dict, ...] = ()):
         super().__init__(message)
         self.fixes = fixes
+
+
+def check_pretrained(args: argparse.Namespace, base: ModelConfig) -> None:
+    """With --load-hf its config.json is the model: flags may repeat it, and change rotary positions and context. `base`: that model."""
+    if args.load_hf is None:
+        return
+    if args.model is not None:
+        _refuse("model", args.model, f"contradicts --load-hf {args.load_hf}, whose config.json gives the model", {"model": None})
+    for name in FIXED_BY_WEIGHTS:
+        given, fixed = getattr(args, name), getattr(base, name)
+        if given is not None and given != fixed:
+            _refuse(name, given, f"contradicts --load-hf {args.load_hf}, where it is {fixed}", {name: None})
+    if args.init_method_std is not None:
+        _refuse("init_method_std", args.init_method_std, "means nothing with --load-hf, which gives the weights",
+                {"init_method_std": None})  # fmt: skip
 
 
 def check_rope_scaling(args: argparse.Namespace, base: ModelConfig) -> None:

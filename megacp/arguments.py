@@ -22,14 +22,17 @@ from megacp.argument_checks import (
     check_data,
     check_model,
     check_parallel,
+    check_pretrained,
     check_rope_scaling,
     check_schedule,
     check_state,
     long_context_notes,
 )
+from megacp.checkpointing.huggingface_config import model_config
 from megacp.kernels.rotary import RopeScaling
 from megacp.model.config import PRESETS, ModelConfig, preset
 
+DEFAULT_MODEL = "llama-tiny"
 EXAMPLE = """example, one node of 8 GPUs:
   torchrun --nproc-per-node 8 pretrain_llama.py --model llama3-8b --context-parallel-size 8 --seq-length 1048576 \\
       --data-path corpus --tokenizer-type HuggingFace --tokenizer-model tokenizer.json --train-iters 1000
@@ -42,12 +45,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
-    """Refuse what cannot run on `world_size` ranks, then fill in what was left open. Pure: touches no device or file.
+    """Refuse what cannot run on `world_size` ranks, then fill in what was left open. Touches no device and no file but the
+    config.json of --load-hf.
 
     Fills global_batch_size (sequences), upipe_heads_per_stage, lr_decay_iters and, with the WSD style, lr_wsd_decay_iters.
     Returns notes for the person (one line each): legal, but maybe not meant. Raises ArgumentError.
     """
-    check_rope_scaling(args, _preset_of(args))
+    check_pretrained(args, _base_config(args))
+    check_rope_scaling(args, _base_config(args))
     config = model_config_from_args(args)
     check_model(args, config)
     check_parallel(args, config, world_size)
@@ -69,11 +74,13 @@ def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
 
 
 def model_config_from_args(args: argparse.Namespace) -> ModelConfig:
-    """The preset of --model with every given field replaced. Raises ArgumentError for an unknown preset."""
-    base = _preset_of(args)
+    """The preset of --model, or the model of --load-hf, with every given field replaced. Raises ArgumentError for an unknown
+    preset, PretrainedError for a folder that cannot be used.
+    """
+    base = _base_config(args)
     fields = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("name", "rope_scaling")]
     given = {name: getattr(args, name) for name in fields if getattr(args, name, None) is not None}
-    return dataclasses.replace(base, rope_scaling=_rope_scaling(args, base), **given)
+    return dataclasses.replace(base, rope_scaling=rope_scaling_from_args(args, base), **given)
 
 
 def resolve_precision(args: argparse.Namespace, device: torch.device | str) -> torch.dtype:
@@ -83,14 +90,17 @@ def resolve_precision(args: argparse.Namespace, device: torch.device | str) -> t
     return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
 
 
-def _preset_of(args: argparse.Namespace) -> ModelConfig:
+def _base_config(args: argparse.Namespace) -> ModelConfig:
+    if args.load_hf is not None:
+        return model_config(args.load_hf)
     try:
-        return preset(args.model)
+        return preset(args.model or DEFAULT_MODEL)
     except ValueError as error:
         raise ArgumentError(str(error)) from None
 
 
-def _rope_scaling(args: argparse.Namespace, base: ModelConfig) -> RopeScaling | None:
+def rope_scaling_from_args(args: argparse.Namespace, base: ModelConfig) -> RopeScaling | None:
+    """The scaling of `base` with the flags of rotary positions applied."""
     kind = args.rope_scaling_type or (base.rope_scaling.type if base.rope_scaling else "none")
     if kind == "none":
         return None
@@ -168,7 +178,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    for add in (_add_model, _add_rope, _add_parallel, _add_training, _add_schedule, _add_data, _add_state, _add_logging):
+    for add in (_add_model, add_rope_flags, _add_parallel, _add_training, _add_schedule, _add_data, _add_state, _add_logging):
         add(parser)
     return parser
 
@@ -176,7 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_model(parser):
     group = parser.add_argument_group("model", "A preset; every field can be overridden.")
     add = group.add_argument
-    add("--model", default="llama-tiny", metavar="PRESET", help=f"one of {', '.join(PRESETS)}")
+    add("--model", metavar="PRESET", help=f"one of {', '.join(PRESETS)} (default: {DEFAULT_MODEL})")
     add("--num-layers", type=COUNT, metavar="N", help="decoder layers")
     add("--hidden-size", type=COUNT, metavar="N", help="width of the residual stream")
     add("--ffn-hidden-size", type=COUNT, metavar="N", help="width of the SwiGLU MLP")
@@ -192,7 +202,8 @@ def _add_model(parser):
     add("--init-method-std", type=POSITIVE, metavar="STD", help="standard deviation of the initial weights")
 
 
-def _add_rope(parser):
+def add_rope_flags(parser):
+    """The flags that `rope_scaling_from_args` reads, and --rotary-base."""
     group = parser.add_argument_group("rotary positions", "The preset's values unless given.")
     add = group.add_argument
     add("--rotary-base", type=POSITIVE, metavar="BASE", help="theta: the slowest pair turns once in about 2 pi theta tokens")
@@ -281,6 +292,8 @@ def _add_state(parser):
     add = group.add_argument
     add("--save", metavar="DIR", help="where checkpoints go; one is written at the end of the run")
     add("--load", metavar="DIR", help="continue from the newest checkpoint there, if any; any number of ranks")
+    add("--load-hf", metavar="DIR",
+        help="start from a Hugging Face folder, which gives the model too; once --load holds a checkpoint, that counts")
     add("--save-interval", type=COUNT, metavar="STEPS", help="also save every so many steps")
     add("--ckpt-keep", type=COUNT, default=2, metavar="N", help="newest checkpoints that stay on disk")
 

@@ -98,7 +98,7 @@ def save_checkpoint(
             free = on_first_rank(group, lambda: shutil.disk_usage(directory).free)
             if needed > free:
                 raise RankFailure("too little space before anything was written")
-            dcp.save(entries, storage_writer=_Writer(working), process_group=group)
+            dcp.save(entries, storage_writer=Writer(working), process_group=group)
             files: dict[str, folder.FileRecord] = {}
             for records in together(group, lambda: _record_files(working, rank, trainer_state)):
                 files |= records
@@ -119,8 +119,9 @@ def load_checkpoint(
 ) -> dict:
     """Fills model and optimizer, in place, from the checkpoint saved last or from that of `iteration`.
 
-    Returns the trainer state. Gradients are dropped. `optimizer` None loads the weights alone. All files are
-    verified first, their checksums spread over the ranks; a model that does not fit is refused before it is touched.
+    Returns the trainer state. Gradients are dropped. `optimizer` None loads the weights alone, and so does a checkpoint
+    of converted weights (`tools/convert_checkpoint.py`), which holds nothing else. All files are verified first, their checksums
+    spread over the ranks; a model that does not fit is refused before it is touched.
     Raises CheckpointError on every rank when any rank fails or when the directory has no such checkpoint.
     """
     directory = Path(directory)
@@ -131,6 +132,8 @@ def load_checkpoint(
             path = on_first_rank(group, lambda: _find(directory, iteration))
             manifest = on_first_rank(group, lambda: Manifest.read(path))
             saved = on_first_rank(group, lambda: _saved_shapes(path, manifest))
+            if f"{RANDOM}seed" not in saved:  # of no run: weights that were converted
+                optimizer = None
             entries: dict = {}
             together(group, lambda: _collect(entries, model, optimizer, rank))
             wanted: dict = {}
@@ -148,7 +151,7 @@ def load_checkpoint(
             raise CheckpointError(f"{place}{_reason(error)}{advice}") from error
 
 
-class _Writer(dcp.FileSystemWriter):
+class Writer(dcp.FileSystemWriter):
     """Reports the system's error (no space, no permission) where torch reports its zip writer's trouble with it."""
 
     def write_data(self, plan, planner):
@@ -306,8 +309,10 @@ def _with_prefix(shapes: dict, prefix: str) -> dict:
 
 
 def _expect_random_state(entries: dict, saved: dict, manifest: Manifest, rank: int) -> None:
-    """Makes room for the state saved by this rank, or leaves it out."""
-    if manifest.world_size == dist.get_world_size():
+    """Makes room for the state saved by this rank, or leaves it out. Converted weights come with none."""
+    if f"{RANDOM}seed" not in saved:
+        del entries[f"{RANDOM}{rank}"], entries[f"{RANDOM}seed"]
+    elif manifest.world_size == dist.get_world_size():
         entries[f"{RANDOM}{rank}"] = torch.empty(saved[f"{RANDOM}{rank}"], dtype=torch.uint8)
     else:
         del entries[f"{RANDOM}{rank}"]
@@ -325,5 +330,5 @@ def _apply(entries: dict, model: nn.Module, optimizer, manifest: Manifest, rank:
         optimizer.zero_grad(set_to_none=True)
     if f"{RANDOM}{rank}" in entries:
         restore_random_state(entries[f"{RANDOM}{rank}"])
-    else:
+    elif f"{RANDOM}seed" in entries:
         seed_random_state(int(entries[f"{RANDOM}seed"]), manifest.iteration, rank)
