@@ -7,6 +7,8 @@ One node of 8 GPUs, a million tokens a sequence:
         --data-path corpus --tokenizer-type HuggingFace --tokenizer-model tokenizer.json --train-iters 1000 \\
         --lr 2e-5 --save checkpoints --load checkpoints --tensorboard-dir runs/1m
 
+From a pretrained Llama or Qwen3 in a Hugging Face folder, which gives the model: --load-hf Llama-3.1-8B instead of --model.
+
 A laptop, to see it work (`bash examples/quickstart.sh` does the same on real text):
 
     torchrun --nproc-per-node 2 pretrain_llama.py --context-parallel-size 2 --mock-data --train-iters 20 --lr 1e-3
@@ -21,6 +23,8 @@ import sys
 from megacp import parallel_state
 from megacp.argument_checks import check_vocab_size
 from megacp.arguments import model_config_from_args, parse_args, resolve_precision, validate_args
+from megacp.checkpointing.distributed import latest_iteration
+from megacp.checkpointing.huggingface import HuggingFaceWeights
 from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.parallel_state import ParallelLayout
 from megacp.training.errors import explain_errors
@@ -45,6 +49,8 @@ def main() -> int:
         dtype = resolve_precision(args, device)
         data = open_training_data(args, config)
         check_vocab_size(config, data.vocab_size)
+        resuming = args.load is not None and latest_iteration(args.load) is not None
+        pretrained = HuggingFaceWeights(args.load_hf, config) if args.load_hf and not resuming else None
 
         layout = ParallelLayout(launched_world_size(), args.context_parallel_size)
         schedule = build_head_schedule(
@@ -62,13 +68,13 @@ def main() -> int:
         if args.dry_run:
             print(f"dry run, rank {launched_rank()} of {layout.world_size}: all but the weights was built, nothing was trained")
         else:
-            train(args, config, settings, model, device, dtype, data, is_first_rank)
+            train(args, config, settings, model, device, dtype, data, pretrained, is_first_rank)
         shut_down_distributed()
     return outcome.exit_code
 
 
-def train(args, config, settings, model, device, dtype, data, is_first_rank) -> None:
-    allocate_weights(model, device, args.seed)
+def train(args, config, settings, model, device, dtype, data, pretrained, is_first_rank) -> None:
+    allocate_weights(model, device, args.seed, pretrained)
     optimizer = build_optimizer(
         model, lr=args.lr, weight_decay=args.weight_decay, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps
     )

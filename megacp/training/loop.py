@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megacp import parallel_state
 from megacp.checkpointing.distributed import latest_iteration, load_checkpoint, save_checkpoint
+from megacp.checkpointing.weights import config_to_json
 from megacp.data.batch import PackedBatch, build_micro_batch
 from megacp.data.dataset import SequenceDataset
 from megacp.data.sampler import micro_batch_indices
@@ -54,12 +55,18 @@ class TrainingRun:
         if directory is None:
             return []
         if latest_iteration(directory) is None:
-            return [f"--load {directory} holds no checkpoint: starting from initial weights"]
+            start = f"the weights of --load-hf {self.args.load_hf}" if self.args.load_hf else "initial weights"
+            return [f"--load {directory} holds no checkpoint: starting from {start}"]
         state = load_checkpoint(directory, self.model, self.optimizer)
         self.iteration, self.consumed_samples = state["iteration"], state["consumed_samples"]
         lines = [f"loaded {directory}, step {self.iteration}, {self.consumed_samples:,} samples consumed"]
-        for name in DATA_IDENTITY:
-            before, now = state["data"][name], getattr(self.args, name)
+        saved_model = state.get("model_config", {})  # its shape was checked with the weights; how they are used is for the flags
+        for name, now in config_to_json(self.config).items():
+            before = saved_model.get(name, now)
+            if before != now and name not in ("name", "init_method_std"):
+                lines.append(f"warning: the model of the checkpoint has {name} {before}, this run has {now}")
+        for name, before in state.get("data", {}).items():  # converted weights have seen none
+            now = getattr(self.args, name)
             if before != now:
                 flag = "--" + name.replace("_", "-")
                 lines.append(f"warning: {flag} was {before}, is {now}: the run goes on at sample {self.consumed_samples:,} of other data")
@@ -133,6 +140,7 @@ class TrainingRun:
         state = {
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
+            "model_config": config_to_json(self.config),
             "data": {name: getattr(self.args, name) for name in DATA_IDENTITY},
             "args": {name: value for name, value in vars(self.args).items() if not name.startswith("_")},
         }

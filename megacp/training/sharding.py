@@ -10,6 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from megacp.checkpointing.huggingface import HuggingFaceWeights
+from megacp.checkpointing.sharded_weights import read_weights
 from megacp.model.config import ModelConfig
 from megacp.model.initialization import initialize_weights
 from megacp.model.llama import Llama
@@ -38,7 +40,13 @@ def build_model(config: ModelConfig, mesh: DeviceMesh, dtype: torch.dtype) -> Ll
     return shard_model(model, mesh, dtype)
 
 
-def allocate_weights(model: Llama, device: torch.device, seed: int) -> None:
-    """Gives each rank its shards, with initial weights from `seed`, the same for every layout. No rank ever holds the whole model."""
+def allocate_weights(model: Llama, device: torch.device, seed: int, pretrained: HuggingFaceWeights | None = None) -> None:
+    """Gives each rank its shards, with the weights of `pretrained` or, without it, initial ones from `seed`: the same for every layout.
+
+    No rank ever holds the whole model; of `pretrained` it reads the rows that it keeps.
+    """
     model.to_empty(device=device)
-    initialize_weights(model, model.config, seed)
+    if pretrained is None:
+        initialize_weights(model, model.config, seed)
+    else:
+        read_weights(model, pretrained)
