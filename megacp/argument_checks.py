@@ -190,27 +190,41 @@ def check_data(args: argparse.Namespace) -> None:
         raise ArgumentError(str(error), splits) from None
     if train_share == 0:
         _refuse("split", args.split, "leaves nothing to train on", *splits)
-    if args.mock_data and args.data_path:
-        raise ArgumentError("--mock-data and --data-path contradict each other; one of the two works",
-                            ({"mock_data": False}, {"data_path": None}))  # fmt: skip
+    sources = {"mock_data": False, "data_path": None, "train_data_path": None}  # and what each is when left out
+    given = [name for name in sources if getattr(args, name)]
+    if len(given) > 1:
+        keep_one = [{name: sources[name] for name in given if name != kept} for kept in given]
+        raise ArgumentError(f"{' and '.join(map(_flag, given))} contradict each other; one of them works", tuple(keep_one))
+    if args.balance_batches and args.attention_mask == "causal":
+        _refuse("attention_mask", "causal", "gives every sequence the same work, so --balance-batches has nothing to balance",
+                {"balance_batches": False})  # fmt: skip
+    for name in ("valid_data_path", "test_data_path"):
+        if getattr(args, name) and not args.train_data_path:
+            _refuse(name, " ".join(getattr(args, name)), "needs --train-data-path; --data-path is divided by --split", {name: None})
     if args.mock_data:
         return
-    if not args.data_path:
+    if not given:
         raise ArgumentError("nothing to train on: --data-path PREFIX or, to try out, --mock-data works",
                             ({"mock_data": True},))  # fmt: skip
-    try:
-        parse_data_path(args.data_path)
-    except DatasetError as error:
-        prefixes = [word for word in args.data_path if not _is_number(word)] or args.data_path
-        blend = prefixes if len(prefixes) == 1 else [word for prefix in prefixes for word in ("1", prefix)]
-        raise ArgumentError(f"{error}; {_setting('data_path', blend)} works", ({"data_path": blend},)) from None
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        if getattr(args, name):
+            _check_data_path(name, getattr(args, name))
     if args.tokenizer_type is None:
-        raise ArgumentError("--data-path needs the --tokenizer-type that made it; --tokenizer-type Byte works for bytes",
+        raise ArgumentError(f"{_flag(given[0])} needs the --tokenizer-type that made it; --tokenizer-type Byte works for bytes",
                             ({"tokenizer_type": "Byte"},))  # fmt: skip
     if args.tokenizer_type != "Byte" and not args.tokenizer_model:
         file = "tokenizer.model" if args.tokenizer_type == "SentencePiece" else "tokenizer.json"
         _refuse("tokenizer_type", args.tokenizer_type, "needs --tokenizer-model FILE, the one the data was made with",
                 {"tokenizer_model": file})  # fmt: skip
+
+
+def _check_data_path(name: str, words: list[str]) -> None:
+    try:
+        parse_data_path(words, _flag(name))
+    except DatasetError as error:
+        paths = [word for word in words if not _is_number(word)] or words
+        blend = paths if len(paths) == 1 else [word for path in paths for word in ("1", path)]
+        raise ArgumentError(f"{error}; {_setting(name, blend)} works", ({name: blend},)) from None
 
 
 def check_state(args: argparse.Namespace) -> None:
@@ -250,7 +264,7 @@ def _refuse(name: str, value, reason: str, *fixes: dict) -> None:
 
 
 def _setting(name: str, value) -> str:
-    return f"without {_flag(name)}" if value is None else f"{_flag(name)} {_text(value)}"
+    return f"without {_flag(name)}" if value is None or value is False else f"{_flag(name)} {_text(value)}"
 
 
 def _text(value) -> str:

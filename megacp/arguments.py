@@ -273,16 +273,21 @@ def _add_schedule(parser):
 
 
 def _add_data(parser):
-    group = parser.add_argument_group("data", "Either --data-path or --mock-data.")
+    group = parser.add_argument_group("data", "One of --data-path, --train-data-path and --mock-data.")
     add = group.add_argument
     add("--data-path", nargs="+", metavar="W P",
-        help="prefix of a .bin/.idx pair, or several as `weight prefix weight prefix ...`")  # fmt: skip
+        help="prefix of a .bin/.idx pair or folder of a packing plan; several as `weight path weight path ...`")  # fmt: skip
+    add("--train-data-path", nargs="+", metavar="W P", help="instead of --data-path and --split: all of it is for training")
+    add("--valid-data-path", nargs="+", metavar="W P", help="with --train-data-path: for validation")
+    add("--test-data-path", nargs="+", metavar="W P", help="with --train-data-path: for the test")
     add("--mock-data", action="store_true", help="made-up documents instead of files, for trying out and measuring")
-    add("--split", default="969,30,1", metavar="A,B,C", help="shares of documents for training, validation, test")
+    add("--split", default="969,30,1", metavar="A,B,C", help="shares of the documents of --data-path (of the sequences of a plan) for training, validation, test")
     add("--tokenizer-type", choices=("SentencePiece", "HuggingFace", "Byte"), help="what --data-path was preprocessed with")
     add("--tokenizer-model", metavar="FILE", help="tokenizer.model or tokenizer.json; Byte needs none")
     add("--attention-mask", choices=("document", "causal"), default="document",
         help="document: tokens see their own document; causal: the whole sequence before them")  # fmt: skip
+    add("--balance-batches", action="store_true",
+        help="deal the sequences of a step out to ranks and accumulation steps by their attention work")  # fmt: skip
     add("--reset-position-ids", action="store_true", help="positions start at 0 in every document, not in every sequence")
     add("--eod-mask-loss", action="store_true", help="no loss on what follows an end-of-document token")
 

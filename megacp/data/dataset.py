@@ -1,9 +1,9 @@
-"""From the flags --data-path and --split to the datasets that training reads.
+"""From --data-path and --split, or --train-data-path and its like, to the datasets that training reads.
 
     build_datasets(["0.3", "code", "0.7", "books"], split="969,30,1", seq_length=8192, seed=1234, parts=("train",))
 
 opens code.bin/.idx and books.bin/.idx, takes the first 96.9% of the documents of each, packs each into sequences, and blends
-them 3 to 7. All datasets here answer the same questions about sample i (any i >= 0, no end):
+them 3 to 7. A folder is a packing plan (tools/pack_documents.py); --split then divides its sequences. All datasets here answer the same questions about sample i (any i >= 0, no end):
 
     tokens(i, start, stop)   int64, tokens [start, stop) of its seq_length + 1, reading no others
     document_borders(i)      int64, 0 ... seq_length: where documents begin
@@ -12,6 +12,7 @@ them 3 to 7. All datasets here answer the same questions about sample i (any i >
     seq_length, len()        tokens per sequence, sequences per epoch
 """
 
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -20,10 +21,12 @@ from megacp.data.blended_dataset import BlendedDataset
 from megacp.data.indexed_dataset import DatasetError, IndexedDataset
 from megacp.data.mock_dataset import MockDataset
 from megacp.data.packed_dataset import PackedDataset
+from megacp.data.packing_plan import PackingPlan
+from megacp.data.plan_dataset import PlanDataset
 
 __all__ = [
-    "PARTS", "BlendedDataset", "MockDataset", "PackedDataset", "SequenceDataset", "build_datasets", "parse_data_path",
-    "parse_split", "split_documents",
+    "PARTS", "BlendedDataset", "MockDataset", "PackedDataset", "PlanDataset", "SequenceDataset", "build_dataset", "build_datasets",
+    "parse_data_path", "parse_split", "split_documents",
 ]  # fmt: skip
 
 PARTS = ("train", "valid", "test")
@@ -41,25 +44,25 @@ class SequenceDataset(Protocol):
     def label_count(self, i: int) -> int: ...
 
 
-def parse_data_path(data_path: list[str]) -> list[tuple[float, str]]:
+def parse_data_path(data_path: list[str], flag: str = "--data-path") -> list[tuple[float, str]]:
     """["code"] -> [(1.0, "code")];  ["0.3", "code", "0.7", "books"] -> [(0.3, "code"), (0.7, "books")].
 
-    Raises DatasetError naming --data-path.
+    Raises DatasetError naming the flag.
     """
     if len(data_path) == 1:
         return [(1.0, data_path[0])]
     if not data_path or len(data_path) % 2:
         raise DatasetError(
-            f"--data-path {' '.join(data_path)}: takes one prefix, or pairs of weight and prefix such as 0.3 code 0.7 books"
+            f"{flag} {' '.join(data_path)}: takes one prefix, or pairs of weight and prefix such as 0.3 code 0.7 books"
         )
     pairs = []
     for text, prefix in zip(data_path[::2], data_path[1::2]):
         try:
             weight = float(text)
         except ValueError:
-            raise DatasetError(f"--data-path: expected a weight such as 0.5 before {prefix}, found {text!r}") from None
+            raise DatasetError(f"{flag}: expected a weight such as 0.5 before {prefix}, found {text!r}") from None
         if not (np.isfinite(weight) and weight > 0):
-            raise DatasetError(f"--data-path: weight {text} of {prefix} must be above 0; leave the dataset out instead")
+            raise DatasetError(f"{flag}: weight {text} of {prefix} must be above 0; leave the dataset out instead")
         pairs.append((weight, prefix))
     return pairs
 
@@ -93,22 +96,51 @@ def build_datasets(
     Raises DatasetError: --split 'train' empty, a part of `parts` with a share but no document, too few tokens for one sequence,
     or files that cannot be used.
     """
-    weighted = [(weight, IndexedDataset(prefix)) for weight, prefix in parse_data_path(data_path)]
+    weighted = [(weight, _open(path)) for weight, path in parse_data_path(data_path)]
     shares = dict(zip(PARTS, parse_split(split)))
 
     def build(part: str) -> SequenceDataset | None:
         if part not in parts or shares[part] == 0:
             return None
         packed = []
-        for _, indexed in weighted:
-            first, stop = split_documents(split, indexed.num_documents)[part]
+        for _, opened in weighted:
+            count, noun, name = _contents(opened)
+            first, stop = split_documents(split, count)[part]
             if first == stop:
                 raise DatasetError(
-                    f"--split {split} leaves no document of {indexed.prefix} ({indexed.num_documents} documents) for "
-                    f"{part}; give {part} a larger share, or 0"
+                    f"--split {split} leaves no {noun} of {name} ({count} {noun}s) for {part}; give {part} a larger share, or 0"
                 )
-            packed.append(PackedDataset(indexed, (first, stop), seq_length, seed))
-        return packed[0] if len(packed) == 1 else BlendedDataset(packed, [weight for weight, _ in weighted], seed)
+            packed.append(_sequences(opened, (first, stop), seq_length, seed))
+        return _blend(packed, [weight for weight, _ in weighted], seed)
 
     train, valid, test = (build(part) for part in PARTS)
     return train, valid, test
+
+
+def build_dataset(data_path: list[str], seq_length: int, seed: int) -> SequenceDataset:
+    """All of --train-data-path, --valid-data-path or --test-data-path. Raises DatasetError as build_datasets does."""
+    weighted = [(weight, _open(path)) for weight, path in parse_data_path(data_path)]
+    packed = [_sequences(opened, (0, _contents(opened)[0]), seq_length, seed) for _, opened in weighted]
+    return _blend(packed, [weight for weight, _ in weighted], seed)
+
+
+def _open(path: str) -> IndexedDataset | PackingPlan:
+    if Path(path).is_dir() and not Path(f"{path}.idx").exists():
+        return PackingPlan(path)
+    return IndexedDataset(path)
+
+
+def _contents(opened: IndexedDataset | PackingPlan) -> tuple[int, str, str]:
+    """(how many, of what, where): what --split divides."""
+    if isinstance(opened, PackingPlan):
+        return len(opened), "sequence", str(opened.folder)
+    return opened.num_documents, "document", opened.prefix
+
+
+def _sequences(opened: IndexedDataset | PackingPlan, which: tuple[int, int], seq_length: int, seed: int) -> SequenceDataset:
+    kind = PlanDataset if isinstance(opened, PackingPlan) else PackedDataset
+    return kind(opened, which, seq_length, seed)
+
+
+def _blend(packed: list[SequenceDataset], weights: list[float], seed: int) -> SequenceDataset:
+    return packed[0] if len(packed) == 1 else BlendedDataset(packed, weights, seed)

@@ -12,6 +12,7 @@ import argparse
 import time
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -20,7 +21,8 @@ from megacp.checkpointing.distributed import latest_iteration, load_checkpoint, 
 from megacp.checkpointing.weights import config_to_json
 from megacp.data.batch import PackedBatch, build_micro_batch
 from megacp.data.dataset import SequenceDataset
-from megacp.data.sampler import micro_batch_indices
+from megacp.data.packing import sum_squares
+from megacp.data.sampler import balanced_micro_batches, micro_batch_indices
 from megacp.model.config import ModelConfig
 from megacp.model.llama import Llama
 from megacp.training.metrics import MetricsLogger, StepRecord, model_flops_per_step, peak_flops
@@ -29,7 +31,7 @@ from megacp.training.schedule import learning_rate
 from megacp.training.step import StepResult, StepSettings, train_step
 
 # What a position in the data means. A checkpoint carries them; a run that changes one of them reads other samples.
-DATA_IDENTITY = ("data_path", "mock_data", "split", "seq_length", "seed")
+DATA_IDENTITY = ("data_path", "train_data_path", "mock_data", "split", "seq_length", "seed")
 
 
 @dataclass
@@ -113,10 +115,11 @@ class TrainingRun:
     def _next_micro_batches(self) -> list[PackedBatch]:
         """This rank's tokens of the next global batch, one entry per accumulation step. A few MB: read whole before the step."""
         args = self.args
-        indices = micro_batch_indices(
+        share = (
             self.consumed_samples, args.global_batch_size, args.micro_batch_size,
             parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size(),
         )  # fmt: skip
+        indices = balanced_micro_batches(*share, self._attention_work) if args.balance_batches else micro_batch_indices(*share)
         return [
             build_micro_batch(
                 self.dataset, samples, parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size(),
@@ -125,6 +128,10 @@ class TrainingRun:
             )  # fmt: skip
             for samples in indices
         ]
+
+    def _attention_work(self, sample: int) -> int:
+        """Sum of the squared lengths of its documents."""
+        return sum_squares(np.diff(self.dataset.document_borders(sample)))
 
     def _set_learning_rate(self) -> float:
         args = self.args

@@ -1,4 +1,4 @@
-"""Opens what --data-path or --mock-data names, and the tokenizer that says where documents end.
+"""Opens what --data-path, --train-data-path or --mock-data names, and the tokenizer that says where documents end.
 
     data = open_training_data(args, config)
     data.train.tokens(0, 0, 8), data.eod, data.vocab_size          # eod None, vocab_size 0: no tokenizer given
@@ -7,7 +7,7 @@
 import argparse
 from dataclasses import dataclass
 
-from megacp.data.dataset import MockDataset, SequenceDataset, build_datasets
+from megacp.data.dataset import MockDataset, SequenceDataset, build_dataset, build_datasets
 from megacp.data.tokenizer import build_tokenizer
 from megacp.model.config import ModelConfig
 
@@ -31,6 +31,9 @@ def open_training_data(args: argparse.Namespace, config: ModelConfig) -> Trainin
     if args.tokenizer_type:
         tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
         eod, vocab_size = tokenizer.eod, tokenizer.vocab_size
-    train, _, _ = build_datasets(args.data_path, args.split, args.seq_length, args.seed, parts=("train",))
-    description = f"{' '.join(args.data_path)}: {len(train):,} sequences an epoch, seed {args.seed}"
+    if args.train_data_path:
+        train = build_dataset(args.train_data_path, args.seq_length, args.seed)
+    else:
+        train, _, _ = build_datasets(args.data_path, args.split, args.seq_length, args.seed, parts=("train",))
+    description = f"{' '.join(args.train_data_path or args.data_path)}: {len(train):,} sequences an epoch, seed {args.seed}"
     return TrainingData(train, eod, vocab_size, description)
