@@ -80,7 +80,7 @@ class ParallelLayout:
                 f"{_alternatives(world)}"
             )
         if world // pipeline % context:
-            share = f"{_ranks(world)}" if pipeline == 1 else (
+            share = _ranks(world) if pipeline == 1 else (
                 f"{_ranks(world // pipeline)} of a pipeline stage (--pipeline-model-parallel-size {pipeline})"
             )
             raise ValueError(
@@ -200,10 +200,6 @@ def _current() -> _ParallelState:
     if _state is None:
         raise RuntimeError("there are no model parallel groups; call initialize_model_parallel first")
     return _state
-
-
-def model_parallel_is_initialized() -> bool:
-    return _state is not None
 
 
 def get_layout() -> ParallelLayout:

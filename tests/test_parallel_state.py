@@ -173,7 +173,8 @@ def _make_groups(rank, world_size, layout):
     with pytest.raises(RuntimeError, match="destroy_model_parallel"):
         parallel_state.initialize_model_parallel(layout)
     parallel_state.destroy_model_parallel()
-    assert not parallel_state.model_parallel_is_initialized()
+    with pytest.raises(RuntimeError, match="call initialize_model_parallel first"):
+        parallel_state.get_layout()
     with pytest.raises(ValueError, match=f"the job has {world_size}"):
         parallel_state.initialize_model_parallel(ParallelLayout(world_size + 1))
     parallel_state.initialize_model_parallel(layout)  # and again, after destroying

@@ -21,8 +21,8 @@ HEADS = ((8, 8), (8, 2), (12, 4), (4, 1))  # (H, K)
 
 # What fp32 may differ from float64 by, as ||ours - reference|| / ||reference|| over a whole tensor. A rounding is 6e-8; a layer
 # chains some ten sums of tens to hundreds of terms, which measures up to 1.6e-6, three layers up to 4e-6. A wrong head, position,
-# document or tile moves a tensor by 1e-3 and more. The float64 runs leave no room for small mistakes: they measure 1e-14, at position
-# 5,000,000 2e-12, for there the last bit of a RoPE frequency is worth 1e-11 rad.
+# document or tile moves a tensor by 1e-3 and more. The float64 runs leave no room for small mistakes: they measure 1e-14, and
+# 2e-12 at position 5,000,000, where the last bit of a RoPE frequency is worth 1e-11 rad.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 # Of the three pairs of a head, D = 6, one is kept, one slowed by part and one slowed fully.

@@ -77,7 +77,8 @@ def _assert_parity(world_size, cases):
             ours = torch.cat(parts) if name in ("output", "input") else sum(part.double() for part in parts)
             error = relative_error(ours, expected)
             assert error < TOLERANCE[dtype], (
-                f"{name}: {error:.1e} on {world_size} ranks, U={heads_per_stage}, tile {tile_size}, {dtype}, {config}, {stream.cu_seqlens}"
+                f"{name}: {error:.1e} on {world_size} ranks, U={heads_per_stage}, tile {tile_size}, {dtype}, {config}, "
+                f"{stream.cu_seqlens}"
             )
 
 
