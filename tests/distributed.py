@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 SECONDS_FOR_OTHER_FAILURES = 0.5
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 _server = multiprocessing.get_context("forkserver")
 # What the ranks import anyway; torch's compiler is among it because the first step under FSDP2 loads it, used or not.
@@ -48,7 +49,7 @@ def run_distributed(fn, world_size: int, *args, timeout: float = 120) -> list:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     payload = pickle.dumps((fn, args))
     ranks, processes = {}, []
-    with _single_threaded_environment():
+    with _SingleThreadedEnvironment():
         for rank in range(world_size):
             receiver, sender = _server.Pipe(duplex=False)
             process = _server.Process(
@@ -96,14 +97,12 @@ def run_distributed(fn, world_size: int, *args, timeout: float = 120) -> list:
     return results
 
 
-class _single_threaded_environment:
+class _SingleThreadedEnvironment:
     """Started here, the server and so the ranks use one thread each; the test process keeps its own settings."""
 
-    settings = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-
     def __enter__(self):
-        self.before = {name: os.environ.get(name) for name in self.settings}
-        os.environ.update(self.settings)
+        self.before = {name: os.environ.get(name) for name in ONE_THREAD}
+        os.environ.update(ONE_THREAD)
 
     def __exit__(self, *_):
         for name, value in self.before.items():

@@ -67,7 +67,7 @@ def _assert_parity(world_size, cases):
     references = {}
     by_rank = run_distributed(_run_cases, world_size, cases)
     for case, *ranks in zip(cases, *by_rank):
-        config, stream, heads_per_stage, tile_size, dtype, backend = case
+        config, stream, heads_per_stage, tile_size, dtype, _ = case
         key = (config, stream.cu_seqlens, tuple(stream.position_ids_S.tolist()))
         if key not in references:
             references[key] = _reference(config, stream)
