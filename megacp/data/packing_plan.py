@@ -189,6 +189,12 @@ class PackingPlan:
     def __len__(self) -> int:
         return len(self.filled)
 
+    def piece_lengths(self) -> np.ndarray:
+        """int64 [pieces]: tokens of each piece. Made on each call."""
+        stops = np.append(self.offsets[1:], 0)
+        stops[self.first_pieces[1:] - 1] = self.filled + self._gap
+        return stops - self._gap - self.offsets
+
     def pieces(self, sequence: int) -> list[Piece]:
         """What the sequence is made of, in its order."""
         return list(self._pieces_between(sequence, 0, self.seq_length))
