@@ -35,7 +35,7 @@ class BlendedDataset:
         if len(seq_lengths) != 1:
             raise DatasetError(f"datasets of different sequence lengths {sorted(seq_lengths)} cannot be blended")
         self.seq_length = seq_lengths.pop()
-        self._datasets = list(datasets)
+        self.datasets = list(datasets)
         self._weights = [max(1, round(weight / sum(weights) * _RESOLUTION)) for weight in weights]
         self._scale = sum(self._weights)  # one sample, in the units of weights and phases
         words = np.random.Philox(np.random.SeedSequence([seed])).random_raw(len(datasets))
@@ -43,15 +43,15 @@ class BlendedDataset:
 
     def __len__(self) -> int:
         """Sequences of one epoch of every dataset together. Samples past it are fine: each dataset counts its own epochs."""
-        return sum(len(dataset) for dataset in self._datasets)
+        return sum(len(dataset) for dataset in self.datasets)
 
     def locate(self, i: int) -> tuple[int, int]:
         """(dataset, its sample) of sample i >= 0."""
-        slack = len(self._datasets)  # by tick t, more than t - slack and fewer than t + slack samples are given
+        slack = len(self.datasets)  # by tick t, more than t - slack and fewer than t + slack samples are given
         ticks = range(max(1, i + 1 - slack), i + 2 + slack)
         tick = ticks[bisect_left(ticks, i + 1, key=lambda t: sum(self._given(t)))]
         before, after = self._given(tick - 1), self._given(tick)
-        giving = [d for d in range(len(self._datasets)) if after[d] > before[d]]
+        giving = [d for d in range(len(self.datasets)) if after[d] > before[d]]
         dataset = giving[i - sum(before)]
         return dataset, before[dataset]
 
@@ -62,19 +62,19 @@ class BlendedDataset:
     def source(self, i: int) -> str:
         """The file that sample i comes from, for messages."""
         dataset, sample = self.locate(i)
-        return self._datasets[dataset].source(sample)
+        return self.datasets[dataset].source(sample)
 
     def document_borders(self, i: int) -> np.ndarray:
         """As PackedDataset.document_borders."""
         dataset, sample = self.locate(i)
-        return self._datasets[dataset].document_borders(sample)
+        return self.datasets[dataset].document_borders(sample)
 
     def tokens(self, i: int, start: int, stop: int) -> np.ndarray:
         """As PackedDataset.tokens."""
         dataset, sample = self.locate(i)
-        return self._datasets[dataset].tokens(sample, start, stop)
+        return self.datasets[dataset].tokens(sample, start, stop)
 
     def label_count(self, i: int) -> int:
         """As PackedDataset.label_count."""
         dataset, sample = self.locate(i)
-        return self._datasets[dataset].label_count(sample)
+        return self.datasets[dataset].label_count(sample)

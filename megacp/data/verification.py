@@ -1,0 +1,108 @@
+"""Reads every byte of a dataset or a plan and says whether it holds what it claims.
+
+    verify_dataset("corpus", vocab_size=32000)     ["1,234 documents, 5,678,901 tokens, ids 0 to 31,999", ...]
+    verify_plan("plan-5m")                         ["3 sequences ...: each of 15,000,000 tokens of the documents once", ...]
+
+Opening either already checks the index against the file sizes; these read the rest. Both raise DatasetError with what is wrong.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from megacp.data.indexed_dataset import SCAN_TOKENS, DatasetError, IndexedDataset
+from megacp.data.packing_plan import ARRAYS, PackingPlan
+
+MANIFEST = ".manifest.json"  # what preprocess_data writes beside PREFIX.bin and PREFIX.idx
+
+
+def verify_dataset(prefix: str, vocab_size: int | None = None) -> list[str]:
+    """The index, the range of ids (below `vocab_size`, when given) and, when there is a manifest, both files' hashes."""
+    indexed = IndexedDataset(prefix)
+    low, high = token_range(indexed)
+    lines = [
+        f"{prefix}: {indexed.num_documents:,} documents ({int((indexed.document_lengths == 0).sum()):,} empty), "
+        f"{indexed.num_tokens:,} tokens of {indexed.dtype.name}, ids {low:,} to {high:,}"
+    ]
+    if low < 0 and indexed.num_tokens:
+        raise DatasetError(f"{indexed.bin_path}: token id {low} is negative; the ids are stored in the wrong type, preprocess again")
+    if vocab_size is not None and high >= vocab_size:
+        raise DatasetError(f"{indexed.bin_path}: token id {high} is outside --vocab-size {vocab_size}; {high + 1} or more holds it")
+    return lines + _verify_manifest(indexed)
+
+
+def token_range(indexed: IndexedDataset) -> tuple[int, int]:
+    """(smallest, largest) id of the file; (0, -1) when it holds none."""
+    tokens = np.memmap(indexed.bin_path, indexed.dtype, mode="r") if indexed.bin_path.stat().st_size else np.empty(0, indexed.dtype)
+    low, high = 0, -1
+    for first in range(0, len(tokens), SCAN_TOKENS):
+        chunk = tokens[first : first + SCAN_TOKENS]
+        least, most = int(chunk.min()), int(chunk.max())
+        low, high = (least, most) if first == 0 else (min(low, least), max(high, most))
+    return low, high
+
+
+def _verify_manifest(indexed: IndexedDataset) -> list[str]:
+    path = Path(f"{indexed.prefix}{MANIFEST}")
+    if not path.is_file():
+        return [f"no {path.name} to compare hashes with"]
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["output"]["sha256"]
+        expected = {"bin": files["bin"], "idx": files["idx"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DatasetError(f"{path}: not a manifest of preprocess_data ({error!r})") from None
+    for ending, file in (("bin", indexed.bin_path), ("idx", indexed.idx_path)):
+        if (found := file_sha256(file)) != expected[ending]:
+            raise DatasetError(f"{file}: sha256 {found}, {path.name} has {expected[ending]}; the file was changed or belongs to another")
+    return [f"sha256 of .bin and .idx are those of {path.name}"]
+
+
+def verify_plan(folder: str) -> list[str]:
+    """Checksums, the datasets, the arrays among each other, and that every token of the documents is there once."""
+    plan = PackingPlan(folder)
+    for name in ARRAYS:
+        path = plan.folder / f"{name}.npy"
+        if file_sha256(path) != plan.meta["sha256"][name]:
+            raise DatasetError(f"{path}: changed since it was written; pack again with tools/pack_documents.py")
+    lengths = plan.piece_lengths()
+    _require(plan, len(plan) > 0 and plan.first_pieces[0] == 0 and (np.diff(plan.first_pieces) > 0).all(), "a sequence without pieces")
+    _require(plan, (plan.offsets[plan.first_pieces[:-1]] == 0).all(), "a sequence that does not begin with a piece")
+    _require(plan, (lengths > 0).all() and (plan.filled <= plan.seq_length).all(), "a piece that overlaps the next or the border")
+
+    stored = np.concatenate([indexed.document_lengths for indexed in plan.datasets])
+    order = np.lexsort((plan.starts, plan.documents))
+    documents, starts, stops = plan.documents[order], plan.starts[order], (plan.starts + lengths)[order]
+    _require(plan, (starts >= 0).all() and (stops <= stored[documents]).all(), "a piece outside its document")
+    same = documents[1:] == documents[:-1]
+    _require(plan, (stops[:-1][same] <= starts[1:][same]).all(), "tokens that come twice")
+
+    counts = plan.meta["counts"]
+    packed = int(lengths.sum())
+    _require(plan, packed == counts["packed_tokens"], f"{packed} tokens where plan.json counts {counts['packed_tokens']}")
+    missing = counts["document_tokens"] - packed
+    left_out = counts["short_tokens"] + counts["emptier_tokens"]
+    _require(plan, missing == left_out, f"{missing} tokens missing, of which {left_out} were to be left out")
+    last = plan.first_pieces[1:] - 1
+    goes_on = (plan.filled == plan.seq_length) & ((plan.starts + lengths)[last] < stored[plan.documents[last]])
+    _require(plan, (plan.label_counts == plan.filled - 1 + goes_on).all(), "a wrong number of labels")
+    return [
+        f"{folder}: {len(plan):,} sequences of {plan.seq_length:,} tokens from {len(plan.datasets)} datasets",
+        f"each of {packed:,} tokens comes once; {left_out:,} were left out as asked; {int(plan.label_counts.sum()):,} labels",
+        "checksums of the arrays and fingerprints of the datasets hold",
+    ]
+
+
+def file_sha256(path: str | os.PathLike) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _require(plan: PackingPlan, holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise DatasetError(f"{plan.folder}: {otherwise}; pack again with tools/pack_documents.py")
