@@ -63,7 +63,9 @@ def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
 
     context = args.context_parallel_size
     if not args.upipe_heads_per_stage:
-        args.upipe_heads_per_stage = context if args.cp_comm_type == "upipe" else config.num_attention_heads
+        # One rank sends nothing, and stages of one head each would be slow there.
+        in_stages = args.cp_comm_type == "upipe" and context > 1
+        args.upipe_heads_per_stage = context if in_stages else config.num_attention_heads
     if not args.global_batch_size:
         args.global_batch_size = args.micro_batch_size * (world_size // context)
     if not args.lr_decay_iters:
@@ -229,7 +231,7 @@ def _add_parallel(parser):
     add("--cp-comm-type", choices=("upipe", "a2a"), default="upipe",
         help="a2a: all heads travel at once (Ulysses); upipe: in stages, which takes less memory")  # fmt: skip
     add("--upipe-heads-per-stage", type=COUNT, metavar="U",
-        help="query heads in flight over the context group; a multiple of C (default: C, the least memory)")  # fmt: skip
+        help="query heads in flight over the context group; a multiple of C (default: C, the least memory; all on one rank)")  # fmt: skip
     add("--pipeline-model-parallel-size", type=COUNT, default=1, metavar="P", help="pipeline stages; only 1 for now")
     add("--distributed-timeout-minutes", type=POSITIVE_OR_ZERO, default=0.0, metavar="MIN",
         help="a collective that waits longer ends the job; 0: from the predicted step time")  # fmt: skip
