@@ -1,168 +1,143 @@
-"""Text to token ids and back: --tokenizer-type and --tokenizer-model.
+"""Text to token ids and back: --tokenizer-model, and --tokenizer-type where the file does not tell.
 
-    Byte           no model: ids 0..255 are the bytes of UTF-8, 256 begins a text (bos), 257 ends a document (eod)
     SentencePiece  a .model file (Llama 2, Mistral, tools/train_tokenizer.py); eod is the model's eos
     HuggingFace    a tokenizer.json or its folder (Llama 3, Qwen3); eod is its end-of-text token
+    Tiktoken       Llama 3's tokenizer.model of `base64 rank` lines
+    Byte           no model: ids 0..255 are the bytes of UTF-8, 256 begins a text (bos), 257 ends a document (eod)
 
     >>> tokenizer = build_tokenizer("Byte")
     >>> tokenizer.encode("hé"), tokenizer.decode([104, 195, 169]), tokenizer.vocab_size
     ([104, 195, 169], 'hé', 258)
 
 `encode` adds neither bos nor eod, and a text that spells a special token ("</s>", "<|endoftext|>") is only text: a document
-cannot forge a border. Long texts are cut where no token can span the cut (`safe_cuts`), so ids do not change.
+cannot forge a border. Long texts are cut where no token can span the cut (`safe_cuts`), so ids do not change. A text that comes in
+pieces is encoded with `encode_piece`.
 """
 
-import json
+import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 from megacp.data.indexed_dataset import DatasetError
-from megacp.data.safe_cuts import pieces
+from megacp.data.safe_cuts import PIECE_CHARS, STRETCH_CHARS, Cuts, anywhere, pieces
 
-TOKENIZER_TYPES = ("SentencePiece", "HuggingFace", "Byte")
-# Tokens that end a document in pre-training, by the names of Llama 3, Qwen and GPT, Llama 2, Gemma. An instruct model's
-# tokenizer_config.json names the end of a turn instead (<|eot_id|>, <|im_end|>), so it is asked last.
-_END_OF_DOCUMENT = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
-_BEGIN_OF_TEXT = ("<|begin_of_text|>", "<s>", "<bos>")
-# Pre-tokenizers that end a token between a line feed and text, and before it see no further than that line feed.
-_SPLITS_OF_LLAMA3_AND_QWEN = [
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|" + digits + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    for digits in (r"\p{N}{1,3}", r"\p{N}")
-]
+TOKENIZER_TYPES = ("SentencePiece", "HuggingFace", "Tiktoken", "Byte")
 
 
-class Tokenizer(Protocol):
-    """vocab_size is one more than the largest id; bos is None for a vocabulary without one."""
+class Tokenizer(ABC):
+    """vocab_size is one more than the largest id, special tokens included; bos and pad are None where the vocabulary has none.
 
+    `cuts`: where a text may be cut. `fingerprint`: SHA-256 of the model file, what tells one tokenizer from another.
+    """
+
+    type: str
     vocab_size: int
     bos: int | None
     eod: int
+    pad: int | None
+    cuts: Cuts
+    fingerprint: str
 
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: list[int]) -> str: ...
+    @abstractmethod
+    def encode_piece(self, text: str, first: bool) -> list[int]:
+        """The ids of one piece that `pieces(..., self.cuts)` made; `first`: it begins the document."""
+
+    @abstractmethod
+    def decode_piece(self, ids: list[int], first: bool) -> str:
+        """The text of one piece."""
+
+    def encode(self, text: str, piece_chars: int = PIECE_CHARS, limit: int = STRETCH_CHARS) -> list[int]:
+        """Raises StretchTooLong where no cut is safe for more than `limit` characters."""
+        ids = []
+        for piece in pieces([text], self.cuts, piece_chars, limit):
+            ids += self.encode_piece(piece.text, piece.first)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.decode_piece(list(ids), first=True)
+
+    def __str__(self) -> str:
+        """`Tiktoken, 128,256 ids, bos 128000, eod 128001, pad 128004`"""
+        named = [f"{name} {getattr(self, name)}" for name in ("bos", "eod", "pad") if getattr(self, name) is not None]
+        return ", ".join([self.type, f"{self.vocab_size:,} ids", *named])
 
 
-def build_tokenizer(tokenizer_type: str, tokenizer_model: str | None = None) -> Tokenizer:
-    """Raises DatasetError naming --tokenizer-type or --tokenizer-model."""
-    if tokenizer_type not in TOKENIZER_TYPES:
+class ByteTokenizer(Tokenizer):
+    """One token per byte of UTF-8. No model, no unknown text; four times the tokens of a trained vocabulary."""
+
+    type, vocab_size, bos, eod, pad = "Byte", 258, 256, 257, None
+    cuts = staticmethod(anywhere)
+    fingerprint = hashlib.sha256(b"Byte").hexdigest()
+
+    def encode_piece(self, text: str, first: bool) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode_piece(self, ids: list[int], first: bool) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+def build_tokenizer(tokenizer_type: str | None, tokenizer_model: str | None = None) -> Tokenizer:
+    """Without a type the file tells it. Raises DatasetError naming --tokenizer-type or --tokenizer-model."""
+    if tokenizer_type is not None and tokenizer_type not in TOKENIZER_TYPES:
         raise DatasetError(f"--tokenizer-type {tokenizer_type} is none of {', '.join(TOKENIZER_TYPES)}")
     if tokenizer_type == "Byte":
         return ByteTokenizer()
     if tokenizer_model is None:
-        wanted = "a .model file" if tokenizer_type == "SentencePiece" else "a tokenizer.json or the folder that holds it"
-        raise DatasetError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model, {wanted}")
-    path = Path(tokenizer_model)
-    if tokenizer_type == "HuggingFace" and path.is_dir():
-        path = path / "tokenizer.json"
-    if not path.is_file():
-        raise DatasetError(f"--tokenizer-model {tokenizer_model}: {path} is not a file")
-    return SentencePieceTokenizer(path) if tokenizer_type == "SentencePiece" else HuggingFaceTokenizer(path)
+        given = f"--tokenizer-type {tokenizer_type} needs" if tokenizer_type else "no --tokenizer-type Byte, and no"
+        wanted = {
+            "SentencePiece": "a .model file",
+            "HuggingFace": "a tokenizer.json or the folder that holds it",
+            "Tiktoken": "Llama 3's tokenizer.model",
+        }.get(tokenizer_type, "a tokenizer.model, a tokenizer.json or a folder with one")
+        raise DatasetError(f"{given} --tokenizer-model, {wanted}")
+    path = _model_file(tokenizer_type, Path(tokenizer_model))
+    return _class_of(tokenizer_type or tokenizer_type_of(path))(path)
 
 
-class ByteTokenizer:
-    """One token per byte of UTF-8. No model, no unknown text; four times the tokens of a trained vocabulary."""
-
-    vocab_size, bos, eod = 258, 256, 257
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
-
-    def decode(self, ids: list[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
-
-
-class SentencePieceTokenizer:
-    """A SentencePiece model, BPE or unigram."""
-
-    def __init__(self, path: Path):
-        from sentencepiece import SentencePieceProcessor  # here: a run on mock data needs no tokenizer library
-
-        try:
-            self._model = SentencePieceProcessor(model_proto=path.read_bytes())
-        except RuntimeError as error:
-            raise DatasetError(f"--tokenizer-model {path}: not a SentencePiece model ({error})") from error
-        self.vocab_size = self._model.vocab_size()
-        self.bos = self._model.bos_id() if self._model.bos_id() >= 0 else None
-        self.eod = self._model.eos_id()
-        if self.eod < 0:
-            raise DatasetError(f"--tokenizer-model {path} has no end-of-sentence piece, which ends documents; train it with one")
-        self._cuttable = self._line_feed_stands_alone()
-
-    def _line_feed_stands_alone(self) -> bool:
-        """Only the piece "\\n" holds a line feed, and no dummy prefix marks where a text begins."""
-        model = self._model
-        with_line_feed = [i for i in range(self.vocab_size) if "\n" in model.id_to_piece(i)]
-        return model.encode("a\na") == [*model.encode("a"), *with_line_feed, *model.encode("a")]
-
-    def encode(self, text: str) -> list[int]:
-        if not self._cuttable:
-            return self._model.encode(text)
-        return [i for piece in pieces(text) for i in self._model.encode(piece)]
-
-    def decode(self, ids: list[int]) -> str:
-        return self._model.decode(list(ids))
-
-
-class HuggingFaceTokenizer:
-    """A tokenizer.json. bos and eod are looked up by name, then in the tokenizer_config.json beside it."""
-
-    def __init__(self, path: Path):
-        from tokenizers import Tokenizer as TokenizerJson
-
-        try:
-            self._model = TokenizerJson.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise DatasetError(f"--tokenizer-model {path}: not a tokenizer.json ({error})") from error
-        self._model.encode_special_tokens = True  # the text of a special token is text
-        vocabulary = self._model.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
-        configured = _special_tokens(path.with_name("tokenizer_config.json"))
-        names_of_bos = (*_BEGIN_OF_TEXT, configured.get("bos_token"))
-        names_of_eod = (*_END_OF_DOCUMENT, configured.get("eos_token"))
-        self.bos = next((vocabulary[name] for name in names_of_bos if name in vocabulary), None)
-        self.eod = next((vocabulary[name] for name in names_of_eod if name in vocabulary), None)
-        if self.eod is None:
-            raise DatasetError(
-                f"--tokenizer-model {path}: no token ends a document; looked for {', '.join(_END_OF_DOCUMENT)} and for eos_token "
-                "in tokenizer_config.json beside it"
-            )
-        self._cuttable = _splits_after_line_feed(json.loads(self._model.to_str()))
-
-    def encode(self, text: str) -> list[int]:
-        parts = pieces(text) if self._cuttable else [text]
-        return [i for part in parts for i in self._model.encode(part, add_special_tokens=False).ids]
-
-    def decode(self, ids: list[int]) -> str:
-        return self._model.decode(list(ids), skip_special_tokens=False)
-
-
-def _special_tokens(config: Path) -> dict[str, str]:
-    """{"bos_token": text, "eos_token": text} as far as the config names them; a token is a string or {"content": string}."""
-    if not config.is_file():
-        return {}
-    try:
-        fields = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DatasetError(f"{config}: not JSON ({error})") from error
-    named = {key: fields.get(key) for key in ("bos_token", "eos_token")}
-    named = {key: token["content"] if isinstance(token, dict) else token for key, token in named.items()}
-    return {key: token for key, token in named.items() if token is not None}
-
-
-def _splits_after_line_feed(tokenizer_json: dict) -> bool:
-    """Byte-level with the pre-tokenizer of Llama 3 or Qwen: no token spans a line feed and a following character."""
-    for token in tokenizer_json["added_tokens"]:
-        if not token["special"] and ("\n" in token["content"] or token["lstrip"]):
-            return False
-    if tokenizer_json["normalizer"] not in (None, {"type": "NFC"}):
-        return False
-    outer = tokenizer_json["pre_tokenizer"] or {}
-    steps = outer["pretokenizers"] if outer.get("type") == "Sequence" else [outer]
-    if [step.get("type") for step in steps] != ["Split", "ByteLevel"]:
-        return False
-    split, byte_level = steps
-    return (
-        split["pattern"].get("Regex") in _SPLITS_OF_LLAMA3_AND_QWEN
-        and (split["behavior"], split["invert"]) == ("Isolated", False)
-        and (byte_level["add_prefix_space"], byte_level["use_regex"]) == (False, False)
+def tokenizer_type_of(path: Path) -> str:
+    """The type by the file's first bytes. Raises DatasetError."""
+    with open(path, "rb") as file:
+        head = file.read(256)
+    if head.lstrip().startswith(b"{"):
+        return "HuggingFace"
+    if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", head):
+        return "Tiktoken"
+    if head.startswith(b"\n"):  # field 1 of the protocol buffer: the first piece
+        return "SentencePiece"
+    raise DatasetError(
+        f"--tokenizer-model {path}: neither a tokenizer.json, nor a SentencePiece model, nor lines of `base64 rank`; it begins with "
+        f"{head[:16]!r}"
     )
+
+
+def file_fingerprint(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _model_file(tokenizer_type: str | None, path: Path) -> Path:
+    """The file, in a folder the one that is there. Raises DatasetError."""
+    if path.is_dir():
+        names = {"HuggingFace": ["tokenizer.json"], None: ["tokenizer.json", "tokenizer.model"]}.get(
+            tokenizer_type, ["tokenizer.model"]
+        )
+        found = [path / name for name in names if (path / name).is_file()]
+        if not found:
+            raise DatasetError(
+                f"--tokenizer-model {path}: {path / names[0]} is not a file" + "; nor is tokenizer.model" * (len(names) > 1)
+            )
+        return found[0]
+    if not path.is_file():
+        raise DatasetError(f"--tokenizer-model {path} is not a file")
+    return path
+
+
+def _class_of(tokenizer_type: str) -> type[Tokenizer]:
+    if tokenizer_type == "SentencePiece":  # imported here: a run needs only the library of its own tokenizer
+        from megacp.data.tokenizer_sentencepiece import SentencePieceTokenizer as wanted
+    elif tokenizer_type == "HuggingFace":
+        from megacp.data.tokenizer_huggingface import HuggingFaceTokenizer as wanted
+    else:
+        from megacp.data.tokenizer_tiktoken import TiktokenTokenizer as wanted
+    return wanted

@@ -1,30 +1,20 @@
-"""Tokenizers: lossless, ids in range, documents cannot forge special tokens, long texts cut without changing an id."""
+"""Tokenizers: lossless, ids in range, documents cannot forge special tokens, the type told by the file."""
 
-import io
+import functools
+import hashlib
 import json
 
 import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models
 
-from megacp.data import safe_cuts
 from megacp.data.indexed_dataset import DatasetError
-from megacp.data.tokenizer import _SPLITS_OF_LLAMA3_AND_QWEN, build_tokenizer
+from megacp.data.tokenizer import build_tokenizer
+from tests.data.tokenizers import PRE_TOKENIZERS, byte_level, made_up_ranks, rank_lines, sentencepiece_model
 
-CORPUS = [f"def f{i}(x):\n    # the {i}th case\n    if x > {i}:\n\treturn  x * {i}\n\n\n" for i in range(60)]
 texts = st.text(alphabet=st.sampled_from("ab f(1)\n\n \t\r.'é漢\u0301<|>"), max_size=60)
-
-
-def sentencepiece_model(path, **options):
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(line for text in CORPUS for line in text.split("\n") if line), model_writer=model, vocab_size=330,
-        model_type="bpe", byte_fallback=True, minloglevel=2, num_threads=1, **options,
-    )  # fmt: skip
-    path.write_bytes(model.getvalue())
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -37,57 +27,17 @@ def code_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def prose_model(tmp_path_factory):
-    """As Llama 2's: a dummy prefix, so that a cut would change ids."""
-    return sentencepiece_model(tmp_path_factory.mktemp("sp") / "prose.model")
-
-
-@pytest.fixture(scope="module")
-def prefixed_model(tmp_path_factory):
-    """The line feed is a piece of its own, but a text's start is marked, so that a cut would change ids."""
-    return sentencepiece_model(tmp_path_factory.mktemp("sp") / "prefixed.model", user_defined_symbols=["\n"])
-
-
-@pytest.fixture(scope="module")
-def spanning_model(tmp_path_factory):
-    """A second piece holds a line feed and the text after it."""
-    return sentencepiece_model(
-        tmp_path_factory.mktemp("sp") / "spanning.model",
-        normalization_rule_name="identity",
-        add_dummy_prefix=False,
-        remove_extra_whitespaces=False,
-        user_defined_symbols=["\n", "\nf"],
-    )
-
-
-def byte_level(pre_tokenizer, special=("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")):
-    model = Tokenizer(models.BPE())
-    model.normalizer = normalizers.NFC()
-    model.pre_tokenizer = pre_tokenizer
-    model.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280, special_tokens=list(special), show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    model.train_from_iterator(CORPUS, trainer)
-    return model
-
-
-def split_then_bytes(pattern):
-    split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-PRE_TOKENIZERS = {
-    "llama3": split_then_bytes(_SPLITS_OF_LLAMA3_AND_QWEN[0]),
-    "qwen": split_then_bytes(_SPLITS_OF_LLAMA3_AND_QWEN[1]),
-}
-
-
-@pytest.fixture(scope="module", params=PRE_TOKENIZERS)
-def tokenizer_json(request, tmp_path_factory):
+def tokenizer_json(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hf")
-    byte_level(PRE_TOKENIZERS[request.param]).save(str(folder / "tokenizer.json"))
+    byte_level(PRE_TOKENIZERS["llama3"]).save(str(folder / "tokenizer.json"))
     return folder
+
+
+@pytest.fixture(scope="module")
+def llama3_ranks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiktoken") / "tokenizer.model"
+    path.write_bytes(rank_lines(made_up_ranks(128_000)))
+    return path
 
 
 class TestByte:
@@ -113,16 +63,6 @@ class TestSentencePiece:
         assert (tokenizer.bos, tokenizer.eod, tokenizer.vocab_size) == (library.bos_id(), library.eos_id(), 330)
         assert not {tokenizer.bos, tokenizer.eod} & set(tokenizer.encode("<s>text</s>"))
 
-    @settings(max_examples=150, deadline=None)
-    @given(text=texts)
-    @pytest.mark.parametrize("which", ["code_model", "prose_model", "prefixed_model", "spanning_model"])
-    def test_cuts_change_no_id(self, request, which, text):
-        path = request.getfixturevalue(which)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("megacp.data.tokenizer.pieces", lambda text: safe_cuts.pieces(text, 1))
-            ids = build_tokenizer("SentencePiece", str(path)).encode(text)
-        assert ids == sentencepiece.SentencePieceProcessor(model_file=str(path)).encode(text)
-
     def test_refusals(self, tmp_path):
         (tmp_path / "x.model").write_bytes(b"not a model")
         with pytest.raises(DatasetError, match=r"--tokenizer-model .*x\.model: not a SentencePiece model"):
@@ -133,34 +73,6 @@ class TestSentencePiece:
 
 
 class TestHuggingFace:
-    @settings(max_examples=100, deadline=None)
-    @given(text=texts)
-    def test_cuts_change_no_id(self, tokenizer_json, text):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("megacp.data.tokenizer.pieces", lambda text: safe_cuts.pieces(text, 1))
-            tokenizer = build_tokenizer("HuggingFace", str(tokenizer_json))
-            assert tokenizer._cuttable
-            ids = tokenizer.encode(text)
-        library = Tokenizer.from_file(str(tokenizer_json / "tokenizer.json"))
-        assert ids == library.encode(text, add_special_tokens=False).ids
-
-    @pytest.mark.parametrize(
-        "change",
-        [
-            lambda model: setattr(model, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False)),
-            lambda model: setattr(model, "pre_tokenizer", split_then_bytes(r"[a-z\n]+|.")),
-            lambda model: setattr(model, "pre_tokenizer", pre_tokenizers.Metaspace()),
-            lambda model: setattr(model, "normalizer", normalizers.Replace("\n", "")),
-            lambda model: model.add_tokens([AddedToken("\nclass", normalized=False)]),
-        ],
-        ids=["gpt2", "own split", "metaspace", "normalizer", "added token"],
-    )
-    def test_other_tokenizers_get_the_text_whole(self, tmp_path, change):
-        model = byte_level(PRE_TOKENIZERS["qwen"])
-        change(model)
-        model.save(str(tmp_path / "tokenizer.json"))
-        assert not build_tokenizer("HuggingFace", str(tmp_path))._cuttable
-
     def test_special_ids_and_text_that_spells_them(self, tokenizer_json):
         tokenizer = build_tokenizer("HuggingFace", str(tokenizer_json / "tokenizer.json"))
         assert (tokenizer.bos, tokenizer.eod, tokenizer.vocab_size) == (0, 1, 280)
@@ -182,6 +94,15 @@ class TestHuggingFace:
             tokenizer = build_tokenizer("HuggingFace", str(tmp_path))
             assert (tokenizer.bos, tokenizer.eod) == (None, 0)
 
+    def test_ordinary_words_are_no_special_tokens(self, tmp_path):
+        """Qwen's vocabulary has the words "<s>" and "</s>", which begin and end nothing."""
+        vocabulary = {name: i for i, name in enumerate(["<s>", "</s>", "<|endoftext|>", "<pad>", "a"])}
+        model = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+        model.add_special_tokens(["<|endoftext|>"])
+        model.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = build_tokenizer("HuggingFace", str(tmp_path))
+        assert (tokenizer.bos, tokenizer.eod, tokenizer.pad) == (None, 2, None)
+
     def test_an_instruct_config_does_not_change_the_end_of_document(self, tokenizer_json, tmp_path):
         (tmp_path / "tokenizer.json").write_bytes((tokenizer_json / "tokenizer.json").read_bytes())
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eot_id|>"}))
@@ -193,16 +114,63 @@ class TestHuggingFace:
             build_tokenizer("HuggingFace", str(tmp_path))
 
 
-@given(text=texts, piece_chars=st.integers(1, 20))
-def test_pieces_partition_the_text(text, piece_chars):
-    parts = list(safe_cuts.pieces(text, piece_chars))
-    assert "".join(parts) == text
-    for part, following in zip(parts, parts[1:]):
-        assert len(part) >= piece_chars and part.endswith("\n") and not following[0].isspace()
+class TestTiktoken:
+    def test_llama3_ids(self, llama3_ranks):
+        """The ids of Meta's release: 128,000 ranks, then 256 special tokens."""
+        tokenizer = build_tokenizer("Tiktoken", str(llama3_ranks))
+        assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod, tokenizer.pad) == (128_256, 128_000, 128_001, 128_004)
+        names = {128_002: "<|reserved_special_token_0|>", 128_006: "<|start_header_id|>", 128_007: "<|end_header_id|>",
+                 128_009: "<|eot_id|>", 128_011: "<|reserved_special_token_2|>", 128_255: "<|reserved_special_token_246|>"}  # fmt: skip
+        for i, name in names.items():
+            assert tokenizer.decode([i]) == name
+        ids = tokenizer.encode("a<|end_of_text|>b")
+        assert max(ids) < 128_000 and tokenizer.decode(ids) == "a<|end_of_text|>b"
+
+    @settings(max_examples=50, deadline=None)
+    @given(text=st.text(max_size=40))
+    def test_lossless(self, llama3_ranks, text):
+        tokenizer = _tiktoken(llama3_ranks)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+    def test_refusals(self, tmp_path):
+        path = tmp_path / "x.model"
+        for content, message in [
+            (rank_lines(made_up_ranks(500)), r"x\.model: 500 ranks up to 499, expected 128,000 or 151,643"),
+            (b"IQ== 0\nIg==\n", r"x\.model: line 2 is not `base64 rank`: b'Ig=="),
+            (b"IQ== 0\nIg== one\n", r"x\.model: line 2 is not `base64 rank`"),
+            (b"I*Q== 0\n", r"x\.model: line 1 is not `base64 rank`"),
+        ]:
+            path.write_bytes(content)
+            with pytest.raises(DatasetError, match=message):
+                build_tokenizer("Tiktoken", str(path))
+
+
+_tiktoken = functools.cache(lambda path: build_tokenizer("Tiktoken", str(path)))
+
+
+class TestTypeByFile:
+    def test_every_type(self, code_model, tokenizer_json, llama3_ranks):
+        for model, wanted in [(code_model, "SentencePiece"), (tokenizer_json, "HuggingFace"), (llama3_ranks, "Tiktoken"),
+                              (llama3_ranks.parent, "Tiktoken"), (tokenizer_json / "tokenizer.json", "HuggingFace")]:  # fmt: skip
+            assert build_tokenizer(None, str(model)).type == wanted
+        assert str(build_tokenizer(None, str(llama3_ranks))) == "Tiktoken, 128,256 ids, bos 128000, eod 128001, pad 128004"
+
+    def test_fingerprint_is_the_hash_of_the_file(self, code_model, tokenizer_json):
+        for model, file in [(code_model, code_model), (tokenizer_json, tokenizer_json / "tokenizer.json")]:
+            assert build_tokenizer(None, str(model)).fingerprint == hashlib.sha256(file.read_bytes()).hexdigest()
+
+    def test_refusals(self, tmp_path):
+        (tmp_path / "x").write_bytes(b"\x89PNG")
+        with pytest.raises(DatasetError, match=r"--tokenizer-model .*x: neither a tokenizer.json, nor .* begins with b'.x89PNG'"):
+            build_tokenizer(None, str(tmp_path / "x"))
+        with pytest.raises(DatasetError, match=r"tokenizer\.json is not a file; nor is tokenizer\.model"):
+            build_tokenizer(None, str(tmp_path))
+        with pytest.raises(DatasetError, match="no --tokenizer-type Byte, and no --tokenizer-model, a tokenizer.model"):
+            build_tokenizer(None)
 
 
 def test_flags_are_named(tmp_path):
-    with pytest.raises(DatasetError, match="--tokenizer-type Word is none of SentencePiece, HuggingFace, Byte"):
+    with pytest.raises(DatasetError, match="--tokenizer-type Word is none of SentencePiece, HuggingFace, Tiktoken, Byte"):
         build_tokenizer("Word")
     with pytest.raises(DatasetError, match="--tokenizer-type SentencePiece needs --tokenizer-model, a .model file"):
         build_tokenizer("SentencePiece")
