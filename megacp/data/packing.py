@@ -54,9 +54,11 @@ class Accounting:
     def check(self) -> None:
         """Raises AssertionError when a token is unaccounted for."""
         given = self.packed_tokens + self.short_tokens + self.emptier_tokens
-        assert self.document_tokens == given, f"{self.document_tokens} tokens given, {given} accounted for"
+        if self.document_tokens != given:
+            raise AssertionError(f"{self.document_tokens} tokens given, {given} accounted for")
         laid_out = self.packed_tokens + self.separator_tokens + self.padding_tokens
-        assert self.sequences * self.seq_length == laid_out, f"{self.sequences} x {self.seq_length} != {laid_out}"
+        if self.sequences * self.seq_length != laid_out:
+            raise AssertionError(f"{self.sequences} sequences of {self.seq_length} tokens, {laid_out} laid out")
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class PackingPlan:
 
     def _check_shapes(self) -> None:
         sequences, pieces = len(self.filled), len(self.documents)
-        lengths = {"starts": pieces, "offsets": pieces, "first_pieces": sequences + 1}
+        lengths = {"starts": pieces, "offsets": pieces, "first_pieces": sequences + 1, "label_counts": sequences}
         for name, length in lengths.items():
             if len(getattr(self, name)) != length:
                 raise DatasetError(f"{self.folder / name}.npy: expected {length} values, found {len(getattr(self, name))}; pack again")

@@ -67,14 +67,15 @@ def verify_plan(folder: str) -> list[str]:
         path = plan.folder / f"{name}.npy"
         if file_sha256(path) != plan.meta["sha256"][name]:
             raise DatasetError(f"{path}: changed since it was written; pack again with tools/pack_documents.py")
-    lengths = plan.piece_lengths()
     _require(plan, len(plan) > 0 and plan.first_pieces[0] == 0 and (np.diff(plan.first_pieces) > 0).all(), "a sequence without pieces")
+    lengths = plan.piece_lengths()
     _require(plan, (plan.offsets[plan.first_pieces[:-1]] == 0).all(), "a sequence that does not begin with a piece")
     _require(plan, (lengths > 0).all() and (plan.filled <= plan.seq_length).all(), "a piece that overlaps the next or the border")
 
     stored = np.concatenate([indexed.document_lengths for indexed in plan.datasets])
     order = np.lexsort((plan.starts, plan.documents))
     documents, starts, stops = plan.documents[order], plan.starts[order], (plan.starts + lengths)[order]
+    _require(plan, documents[0] >= 0 and documents[-1] < len(stored), "a document that is not there")
     _require(plan, (starts >= 0).all() and (stops <= stored[documents]).all(), "a piece outside its document")
     same = documents[1:] == documents[:-1]
     _require(plan, (stops[:-1][same] <= starts[1:][same]).all(), "tokens that come twice")

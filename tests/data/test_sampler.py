@@ -1,10 +1,12 @@
 """The samples of a step: every one read once, whatever the number of ranks."""
 
+import itertools
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.data.sampler import micro_batch_indices
+from megacp.data.sampler import balanced_micro_batches, micro_batch_indices
 
 
 def test_worked_example():
@@ -48,3 +50,61 @@ def test_refusals_name_a_global_batch_that_works():
         micro_batch_indices(0, 8, 0, 0, 2)
     with pytest.raises(ValueError, match="data rank 2"):
         micro_batch_indices(0, 8, 1, 2, 2)
+
+
+# ------------------------------------------------------------------------------------------------- balanced
+
+layouts = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(0, 10**6))
+slowest_total_case = st.lists(st.integers(1, 10**13), min_size=60, max_size=60)
+
+
+def of_all_ranks(function, batch, micro, data_size, consumed, *cost):
+    """[accumulation step][rank] -> samples"""
+    ranks = [function(consumed, batch, micro, rank, data_size, *cost) for rank in range(data_size)]
+    return list(zip(*ranks))
+
+
+def slowest(steps, cost):
+    """What a step takes when the ranks of each accumulation step wait for each other."""
+    return sum(max(sum(map(cost, samples)) for samples in ranks) for ranks in steps)
+
+
+@given(layout=layouts, costs=slowest_total_case)
+def test_balanced_step_has_the_same_samples_and_is_no_slower(layout, costs):
+    accumulation, micro, data_size, consumed = layout
+    batch = accumulation * micro * data_size
+
+    def cost(sample):
+        return costs[sample - consumed]
+
+    balanced = of_all_ranks(balanced_micro_batches, batch, micro, data_size, consumed, cost)
+    plain = of_all_ranks(micro_batch_indices, batch, micro, data_size, consumed)
+    assert [len(ranks) for ranks in balanced] == [data_size] * accumulation
+    assert all(len(samples) == micro for ranks in balanced for samples in ranks)
+    assert sorted(s for ranks in balanced for samples in ranks for s in samples) == list(range(consumed, consumed + batch))
+    if micro == 1:
+        assert slowest(balanced, cost) <= slowest(plain, cost)
+
+
+@settings(max_examples=30, deadline=None)
+@given(accumulation=st.integers(1, 3), data_size=st.integers(1, 2), costs=slowest_total_case)
+def test_no_other_way_is_faster_with_micro_batches_of_one(accumulation, data_size, costs):
+    batch = accumulation * data_size
+    balanced = of_all_ranks(balanced_micro_batches, batch, 1, data_size, 0, costs.__getitem__)
+    every_way = (
+        sum(max(costs[s] for s in order[first : first + data_size]) for first in range(0, batch, data_size))
+        for order in itertools.permutations(range(batch))
+    )
+    assert slowest(balanced, costs.__getitem__) == min(every_way)
+
+
+def test_ranks_of_a_skewed_step_come_out_even():
+    """Half the samples are one long document, half are short ones, alternating: in order, one rank would do nearly all."""
+    costs = [10**12 if sample % 2 == 0 else 10**9 for sample in range(16)]
+    balanced = of_all_ranks(balanced_micro_batches, 16, 2, 2, 0, costs.__getitem__)
+    assert all(len({sum(costs[s] for s in samples) for samples in ranks}) == 1 for ranks in balanced)
+
+
+def test_balanced_refuses_what_does_not_divide():
+    with pytest.raises(ValueError, match="--global-batch-size 10 is not a multiple"):
+        balanced_micro_batches(0, 10, 2, 0, 2, lambda sample: 1)

@@ -1,0 +1,56 @@
+"""Merging: the documents of all, in order; the bytes that one builder would have written."""
+
+import os
+
+import numpy as np
+import pytest
+
+from megacp.data.indexed_dataset import DatasetError
+from megacp.data.merge import merge_datasets
+from tests.data.documents import numbered_documents, write_dataset
+
+
+@pytest.mark.parametrize("options", [{}, {"max_sequence_tokens": 3}])
+def test_bytes_are_those_of_one_builder(tmp_path, options):
+    documents = numbered_documents([5, 0, 8, 2, 7])
+    write_dataset(tmp_path / "whole", documents, **options)
+    for name, part in (("a", documents[:2]), ("b", documents[2:3]), ("c", documents[3:])):
+        write_dataset(tmp_path / name, part, **options)
+    merged = merge_datasets([str(tmp_path / name) for name in "abc"], str(tmp_path / "out/merged"))
+    assert merged.num_documents == 5
+    for ending in ("bin", "idx"):
+        assert (tmp_path / f"out/merged.{ending}").read_bytes() == (tmp_path / f"whole.{ending}").read_bytes()
+
+
+def test_the_widest_type_holds_all(tmp_path):
+    write_dataset(tmp_path / "small", [[1, 2], [3]], dtype=np.uint16)
+    write_dataset(tmp_path / "large", [[70_000, 4]], dtype=np.int32)
+    write_dataset(tmp_path / "whole", [[1, 2], [3], [70_000, 4]], dtype=np.int32)
+    merge_datasets([str(tmp_path / "small"), str(tmp_path / "large")], str(tmp_path / "merged"))
+    for ending in ("bin", "idx"):
+        assert (tmp_path / f"merged.{ending}").read_bytes() == (tmp_path / f"whole.{ending}").read_bytes()
+
+
+def test_sequences_that_do_not_lie_in_order(tmp_path):
+    """Megatron allows any byte offsets; a merge keeps what they point at."""
+    a, b = (write_dataset(tmp_path / name, [[1, 2, 3], [4]]) for name in "ab")
+    raw = bytearray((tmp_path / "b.idx").read_bytes())
+    first = len(raw) - 3 * 8 - 2 * 8  # of the pointers
+    raw[first : first + 16] = np.array([4, 0], dtype="<i8").tobytes()  # [2 3 4] and [1]
+    (tmp_path / "b.idx").write_bytes(raw)
+    merged = merge_datasets([a.prefix, b.prefix], str(tmp_path / "m"))
+    assert [merged.read(sequence).tolist() for sequence in range(4)] == [[1, 2, 3], [4], [2, 3, 4], [1]]
+
+
+def test_nothing_is_left_or_overwritten(tmp_path, monkeypatch):
+    write_dataset(tmp_path / "a", [[1]])
+    with pytest.raises(DatasetError, match="--output-prefix .*a: .*a.bin exists"):
+        merge_datasets([str(tmp_path / "a")], str(tmp_path / "a"))
+
+    def full(*_args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megacp.data.merge._write_index", full)
+    with pytest.raises(OSError, match="No space left"):
+        merge_datasets([str(tmp_path / "a")], str(tmp_path / "m"))
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
