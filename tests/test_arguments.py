@@ -173,6 +173,9 @@ CASES = [
     (["--lr-decay-style", "WSD", "--train-iters", 10, "--lr-warmup-iters", 5, "--lr-wsd-decay-iters", 6], 1,
      ["--lr-wsd-decay-iters 6", "5"]),
     (["--data-path", "corpus"], 1, ["--mock-data", "--data-path"]),
+    (["--train-data-path", "corpus"], 1, ["--mock-data and --train-data-path contradict"]),
+    (["--valid-data-path", "corpus"], 1, ["--valid-data-path corpus", "needs --train-data-path"]),
+    (["--balance-batches", "--attention-mask", "causal"], 1, ["--attention-mask causal", "; without --balance-batches works"]),
     (["--split", "1;2"], 1, ["--split 1;2", "969,30,1"]),
     (["--split", "0,1"], 1, ["--split 0,1"]),
     (["--split", "1,nan"], 1, ["--split 1,nan"]),
@@ -198,6 +201,10 @@ DATA_CASES = [
     (["--data-path", "a", "b"], ["--data-path", "'a'", "1 a 1 b works"]),
     (["--data-path", "1", "a", "2"], ["--data-path 1 a 2", "--data-path a works"]),
     (["--data-path", "0", "a", "2", "b"], ["--data-path", "weight 0", "1 a 1 b works"]),
+    (["--data-path", "a", "--train-data-path", "b"], ["--data-path and --train-data-path contradict each other"]),
+    (["--train-data-path", "a", "--valid-data-path", "b", "c"], ["--valid-data-path", "found 'b'", "1 b 1 c works"]),
+    (["--train-data-path", "a"], ["--train-data-path needs the --tokenizer-type"]),
+    (["--data-path", "a", "--test-data-path", "b"], ["--test-data-path b", "--data-path is divided by --split"]),
 ]
 
 
@@ -210,6 +217,8 @@ def test_data_flags_that_cannot_work(flags, named):
 @pytest.mark.parametrize("path", [["corpus"], ["0.7", "a", "0.3", "b"], ["1", "a"]])
 def test_data_flags_that_work(path):
     validate_args(parse_args(["--data-path", *path, "--tokenizer-type", "Byte"]), 1)
+    parts = ["--train-data-path", *path, "--valid-data-path", "v", "--test-data-path", *path]
+    validate_args(parse_args([*parts, "--tokenizer-type", "Byte"]), 1)
 
 
 def test_vocabulary_smaller_than_the_tokenizer():
@@ -281,6 +290,8 @@ def test_following_the_advice_ends_in_a_run_that_starts(data):
     args.bf16, args.fp32 = draw(True, False), draw(True, False)
     args.device, args.attention_backend = draw("auto", "cpu"), draw("auto", "fa3", "torch")
     args.mock_data, args.data_path = draw(True, False), draw(None, ["a"], ["a", "b"], ["1", "a", "x"], ["-1", "a"])
+    args.train_data_path, args.valid_data_path = draw(None, ["a"], ["a", "b"]), draw(None, ["a"], ["1", "a", "x"])
+    args.balance_batches, args.attention_mask = draw(True, False), draw("document", "causal")
     args.tokenizer_type = draw(None, "Byte", "SentencePiece")
     args.split = draw("969,30,1", "x", "0,0,0", "1,1,1,1")
     args.save_interval = draw(None, 3)
@@ -301,10 +312,11 @@ def test_following_the_advice_ends_in_a_run_that_starts(data):
     assert args.seq_length * args.micro_batch_size % context == 0
     assert args.global_batch_size % (args.micro_batch_size * world_size // context) == 0 < args.global_batch_size
     assert args.lr_warmup_iters < args.train_iters and args.min_lr <= args.lr
-    assert bool(args.mock_data) != bool(args.data_path)
+    assert bool(args.mock_data) + bool(args.data_path) + bool(args.train_data_path) == 1
+    assert args.train_data_path or not args.valid_data_path
 
 
-ONE_MISTAKE = [case for case in CASES[1:] if "--data-path" not in case[0]]
+ONE_MISTAKE = [case for case in CASES[1:] if not {"--data-path", "--train-data-path"} & set(case[0])]
 
 
 @pytest.mark.parametrize("flags, world_size, named", ONE_MISTAKE, ids=[case[0][-2] for case in ONE_MISTAKE])

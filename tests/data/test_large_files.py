@@ -9,6 +9,8 @@ import pytest
 from megacp.data.batch import build_micro_batch
 from megacp.data.indexed_dataset import HEADER, IndexedDataset
 from megacp.data.packed_dataset import PackedDataset
+from megacp.data.packing_plan import PackingPlan
+from tools import pack_documents
 
 LENGTHS = [2**31 - 1, 5, 2**30, 7]  # tokens of each sequence; int32: 12 GiB
 DOCUMENTS = [0, 1, 3, 4]  # document 1 is sequences 1 and 2
@@ -64,3 +66,25 @@ def test_last_rank_of_a_long_sequence(dataset):
     batch = build_micro_batch(packed, [0], ranks - 1, ranks, vocab_size=200, eod=None)
     assert batch.sequence_length == batch.cu_seqlens[-1] == 2**31 + 2**20
     assert batch.position_ids_T[-1].item() == 2**31 + 2**20 - 1
+
+
+def test_plans_past_2_to_the_31_tokens(dataset, tmp_path):
+    """Packed in whole sequences and rests; the last rank of a sequence past token 2^31 of its document reads its own tokens."""
+    pack_documents.main(["--input", str(tmp_path / "x"), "--output", str(tmp_path / "plan"), "--seq-length", str(2**24)])
+    plan = PackingPlan(tmp_path / "plan")
+    assert int(plan.filled.sum()) == sum(LENGTHS) and len(plan) == -(-sum(LENGTHS) // 2**24)
+    assert plan.starts.max() > 2**30 and plan.piece_lengths().max() == 2**24
+    found = []
+    for i in range(len(plan)):
+        for piece in plan.pieces(i):
+            found += plan.tokens(i, piece.offset, min(piece.offset + 12, plan.seq_length)).tolist() if piece.start == 0 else []
+    assert sorted(filter(None, found)) == [100, 101, 102, 103]
+
+    binary = tmp_path / "x.bin"
+    with open(binary, "r+b") as tokens:  # a mark in the last whole sequence of the first document, in the half of rank 1 of 2
+        tokens.seek((2**31 - 2**24 - 2**22) * 4)
+        tokens.write(struct.pack("<i", 7))
+    whole = np.flatnonzero((plan.documents == 0) & (plan.starts == 2**31 - 2**25))[0]
+    i = int(np.searchsorted(plan.first_pieces, whole, side="right")) - 1
+    half = PackingPlan(tmp_path / "plan").tokens(i, 2**23, 2**24 + 1)
+    assert np.flatnonzero(half).tolist() == [2**23 - 2**22] and half[2**22] == 7

@@ -45,6 +45,7 @@ LAYOUTS = {
     "C2, U = H": (2, "--micro-batch-size 4 --context-parallel-size 2 --cp-comm-type a2a"),
     "C4, U = cu, accumulation": (4, "--micro-batch-size 1 --context-parallel-size 4 --upipe-heads-per-stage 4"),
     "C4, U = H, accumulation 2": (4, "--micro-batch-size 2 --context-parallel-size 4 --cp-comm-type a2a"),
+    "DP2, accumulation 2, balanced": (2, "--micro-batch-size 1 --balance-batches"),
     "DP2 x C2": (4, "--micro-batch-size 2 --context-parallel-size 2 --upipe-heads-per-stage 4"),
     "DP2 x C2, accumulation 2": (4, "--micro-batch-size 1 --context-parallel-size 2 --upipe-heads-per-stage 2"),
 }
