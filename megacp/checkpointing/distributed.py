@@ -147,7 +147,8 @@ def load_checkpoint(
             return on_first_rank(group, lambda: json.loads((path / TRAINER_STATE).read_bytes()))
         except (RankFailure, CheckpointException) as error:
             place = f"--load {directory}: " + (f"{path.name}: " if path is not None else "")
-            advice = on_first_rank(group, lambda: _advice(directory, path, error))
+            older_may_do = not isinstance(error, _DoesNotFit)
+            advice = on_first_rank(group, lambda: _advice(directory, path) if older_may_do else "")
             raise CheckpointError(f"{place}{_reason(error)}{advice}") from error
 
 
@@ -270,11 +271,11 @@ def _verify_files(path: Path, manifest: Manifest, rank: int, world_size: int) ->
         folder.verify_file(path / name, manifest.files[name])
 
 
-def _advice(directory: Path, path: Path | None, error: BaseException) -> str:
-    """Names the newest older checkpoint with all files of the right size, if another one can be any better."""
+def _advice(directory: Path, path: Path | None) -> str:
+    """Names the newest older checkpoint with all files of the right size."""
     candidates = list(folder.complete_checkpoints(directory).values())
     older = candidates[: candidates.index(path)] if path in candidates else []
-    for candidate in () if isinstance(error, _DoesNotFit) else reversed(older):
+    for candidate in reversed(older):
         try:
             sizes = {name: record.bytes for name, record in Manifest.read(candidate).files.items()}
             if all((candidate / name).stat().st_size == size for name, size in sizes.items()):

@@ -64,9 +64,7 @@ class TerminationSignal:
         return bool(flag.item())
 
 
-def check_finite(
-    loss: float, grad_norm: float, step: int, consumed_samples: int, sample_indices: Sequence[int]
-) -> None:
+def check_finite(loss: float, grad_norm: float, step: int, consumed_samples: int, sample_indices: Sequence[int]) -> None:
     """Raises NonFiniteError, naming the step and its place in the data, unless both numbers are finite.
 
     loss, grad_norm: of the whole step, equal on all ranks, so that all of them raise or none does.

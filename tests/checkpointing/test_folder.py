@@ -1,6 +1,7 @@
 """Which folder is the newest, and what is kept, whatever killed runs, other programs and people left there."""
 
 import os
+from itertools import pairwise
 
 import pytest
 
@@ -101,6 +102,18 @@ def test_killed_between_the_two_renames_of_a_replacement(tmp_path):
     assert folders(tmp_path) == ["iter_0000010"]
 
 
+def test_killed_before_the_replaced_folder_was_removed(tmp_path):
+    for iteration in range(10, 26):  # many, since the directory's own order decides which of two is seen first
+        replaced = save(tmp_path / "elsewhere", iteration, "old")
+        current = save(tmp_path / "here", iteration, "new")
+        current.rename(tmp_path / current.name)
+        replaced.rename(tmp_path / f"iter_{iteration:07d}.replaced")
+    newest = [(path / "data").read_text() for path in folder.complete_checkpoints(tmp_path).values()]
+    assert newest == ["new"] * 16
+    save(tmp_path, 26)
+    assert not list(tmp_path.glob("*.replaced"))
+
+
 def test_leftovers_are_removed_by_the_next_save(tmp_path):
     save(tmp_path, 10)
     (tmp_path / "iter_0000005.incomplete").mkdir()
@@ -187,6 +200,6 @@ def test_killed_before_each_file_operation(tmp_path, again):
     [(found, left)] = run_distributed(saves_killed_at_each_operation, 1, tmp_path, again)
     numbers = [int(contents) for contents in found]
     assert len(numbers) > 12
-    assert all(after - before in (0, 1) for before, after in zip(numbers, numbers[1:], strict=False))
+    assert all(after - before in (0, 1) for before, after in pairwise(numbers))
     assert numbers[1] == 1 and numbers[-1] == numbers[-2] + 1
     assert left == [folder.folder_name(1 if again else numbers[-1])]  # every leftover is gone

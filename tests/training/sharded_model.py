@@ -53,7 +53,8 @@ def sharded_model(width=7, hidden=24, num_layers=2, seed=0, bf16=False, qk_layer
 
 
 def adamw(model: nn.Module, **changes) -> torch.optim.AdamW:
-    return build_optimizer(model, **(dict(lr=0.02, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8) | changes))
+    settings = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+    return build_optimizer(model, **settings | changes)
 
 
 def backward(model: Model, step: int) -> None:
