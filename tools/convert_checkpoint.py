@@ -13,9 +13,9 @@ For a longer context, by a larger rotary base or by YaRN; the config.json writte
         --extend-context 1048576 --rope-scaling-type yarn --rope-beta-fast 4
 
 Llama 2, 3, 3.1, 3.2 and dense Qwen3; what is not known is refused by name. Weights keep their dtype unless --dtype says another,
-and their bytes where the dtype stays. Tokenizer files, generation_config.json and licences go along. Memory: about one tensor. The
-output appears whole, under its name, at the end; an output that exists is never touched. Reading `megacp` takes the newest
-checkpoint of the folder, of any number of ranks, or that of --iteration.
+and their bytes where the dtype stays. Tokenizer files, generation_config.json and licences go along. Memory: up to three copies of
+the largest tensor. The output appears whole, under its name, at the end; an output that exists is never touched. Reading `megacp`
+takes the newest checkpoint of the folder, of any number of ranks, or that of --iteration.
 """
 
 import argparse
@@ -157,9 +157,7 @@ def extended(config: ModelConfig, args: argparse.Namespace) -> ModelConfig:
     return changed
 
 
-def write(
-    args: argparse.Namespace, weights: Weights, config: ModelConfig, tensors: dict[str, TensorInfo], working: Path
-) -> None:
+def write(args: argparse.Namespace, weights: Weights, config: ModelConfig, tensors: dict[str, TensorInfo], working: Path) -> None:
     """Fills the folder `working`."""
     files = args.hf_files or (args.input / HF_FILES if args.source == "megacp" else args.input)
     base = read_config(files) if args.hf_files or (files / CONFIG).is_file() else None

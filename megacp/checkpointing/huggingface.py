@@ -58,7 +58,7 @@ class HuggingFaceWeights:
         rows = self._folder.read(hugging_face_name(name), start, stop)
         if name == EMBEDDING and self._tied_copy and not torch.equal(rows, self._folder.read(TOP_NAMES[LM_HEAD], start, stop)):
             raise PretrainedError(
-                f'{self.directory}: lm_head.weight is not equal to model.embed_tokens.weight, though config.json says '
+                f"{self.directory}: lm_head.weight is not equal to model.embed_tokens.weight, though config.json says "
                 f'"tie_word_embeddings": true; false keeps both'
             )
         return rows

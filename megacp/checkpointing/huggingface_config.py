@@ -97,7 +97,9 @@ def config_from_hugging_face(values: dict, name: str) -> ModelConfig:
     if "head_dim" not in values:
         hidden = _count(values, "hidden_size")
         if hidden % heads:
-            raise PretrainedError(f'"hidden_size": {hidden} is not a multiple of "num_attention_heads": {heads}; "head_dim" is needed')
+            raise PretrainedError(
+                f'"hidden_size": {hidden} is not a multiple of "num_attention_heads": {heads}; "head_dim" is needed'
+            )
         values["head_dim"] = hidden // heads
     fields = {ours: _count(values, theirs) for ours, theirs in FIELDS.items() if ours not in ("norm_epsilon", "init_method_std")}
     theta, scaling = _rope(values)
@@ -124,7 +126,9 @@ def config_to_hugging_face(config: ModelConfig, dtype: torch.dtype, base: dict |
         other = [name for name in _differences(before, config) if name not in CHANGEABLE]
         if other:
             name = other[0]
-            raise PretrainedError(f"{CONFIG} is of another model: {name} {getattr(before, name)}, the weights' is {getattr(config, name)}")
+            raise PretrainedError(
+                f"{CONFIG} is of another model: {name} {getattr(before, name)}, the weights' is {getattr(config, name)}"
+            )
         if _differences(before, config):
             _set_model(values, config)
     values["dtype" if "dtype" in values else "torch_dtype"] = str(dtype).removeprefix("torch.")

@@ -37,7 +37,7 @@ class SafetensorsFolder:
         self.tensors: dict[str, TensorInfo] = {}
         for path, expected in self._files().items():
             found = _headers(path)
-            for name in found.keys() if expected is None else expected:
+            for name in found if expected is None else expected:
                 if name not in found:
                     raise PretrainedError(f"{path} has no tensor {name}, which {INDEX} places there")
                 self._file_of[name], self.tensors[name] = path, found[name]
@@ -54,7 +54,9 @@ class SafetensorsFolder:
         try:
             weight_map = json.loads((self.directory / INDEX).read_text())["weight_map"]
         except FileNotFoundError:
-            others = sorted(path.name for path in self.directory.glob("*.bin")) + sorted(path.name for path in self.directory.glob("*.pth"))
+            others = sorted(path.name for path in self.directory.glob("*.bin")) + sorted(
+                path.name for path in self.directory.glob("*.pth")
+            )
             hint = f"; {others[0]} is of another format: transformers' save_pretrained writes safetensors" if others else ""
             raise PretrainedError(f"{self.directory} has neither {SINGLE} nor {INDEX}{hint}") from None
         except (ValueError, KeyError, TypeError) as error:
@@ -82,7 +84,9 @@ def _headers(path: Path) -> dict[str, TensorInfo]:
         for name in file.keys():
             view = file.get_slice(name)
             if view.get_dtype() not in DTYPES:
-                raise PretrainedError(f"{path}: {name} is {view.get_dtype()}; {', '.join(DTYPES)} are known (quantized weights are not)")
+                raise PretrainedError(
+                    f"{path}: {name} is {view.get_dtype()}; {', '.join(DTYPES)} are known (quantized weights are not)"
+                )
             infos[name] = TensorInfo(tuple(view.get_shape()), DTYPES[view.get_dtype()])
     return infos
 

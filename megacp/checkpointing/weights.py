@@ -6,8 +6,8 @@
 
     save_weights("converted", config, infos, read=lambda name: tensor, source="Llama-3.1-8B")
 
-What `save_weights` writes is iteration 0 with weights alone: `--load` starts a run from it with a fresh optimizer. Memory is about
-one tensor, in both directions.
+What `save_weights` writes is iteration 0 with weights alone: `--load` starts a run from it with a fresh optimizer. Writing takes the
+memory of one tensor, reading that of two or three copies of it, which torch makes.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
 from megacp.checkpointing import folder
 from megacp.checkpointing.agreement import RankFailure
@@ -95,8 +96,13 @@ def save_weights(
     """Writes `directory/iter_0000000` and returns it. `read(name)` gives a tensor as announced in `tensors`, one at a time."""
     working = folder.begin(directory, 0)
     entries = {MODEL + name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in tensors.items()}
-    with _in_one_process():
-        dcp.save(entries, storage_writer=Writer(working), planner=_LazyPlanner(read), no_dist=True)
+    # A file for each tensor, because torch keeps the tensors of a file until its end.
+    writer = Writer(working, single_file_per_rank=False)
+    try:
+        with _in_one_process():
+            dcp.save(entries, storage_writer=writer, planner=_LazyPlanner(read), no_dist=True)
+    except CheckpointException as error:
+        raise error.failures[0][0] from error
     state = {"iteration": 0, "consumed_samples": 0, "model_config": config_to_json(config), "converted_from": source}
     folder.write_durably(working / TRAINER_STATE, json.dumps(state, indent=1))
     names = [path.name for path in working.glob("*.distcp")] + [METADATA, TRAINER_STATE]

@@ -65,7 +65,9 @@ def test_presets_survive_the_round_trip(name):
     assert "rope_theta" in values and "rope_parameters" not in values  # version 4 would not see the latter
 
 
-@pytest.mark.parametrize("rope", [DEFAULT, LLAMA3, YARN, dict(YARN, attention_factor=1.25)], ids=["default", "llama3", "yarn", "factor"])
+@pytest.mark.parametrize(
+    "rope", [DEFAULT, LLAMA3, YARN, dict(YARN, attention_factor=1.25)], ids=["default", "llama3", "yarn", "factor"]
+)
 @pytest.mark.parametrize("family, tied", [("Llama", False), ("Qwen3", True)])
 def test_transformers_reads_back_what_is_written(family, tied, rope):
     """And not its defaults in place of what it does not find."""
@@ -145,5 +147,3 @@ def test_errors_name_the_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(LLAMA_31_8B, mlp_bias=True)))
     with pytest.raises(PretrainedError, match=f'{tmp_path}/config.json: "mlp_bias": true is not supported; false is'):
         model_config(tmp_path)
-
-

@@ -74,7 +74,9 @@ def test_damage_names_the_file(tmp_path):
     with pytest.raises(PretrainedError, match="model-00002-of-00003.safetensors is damaged or cut short"):
         SafetensorsFolder(tmp_path)
     second.unlink()
-    with pytest.raises(PretrainedError, match="model-00002-of-00003.safetensors is missing, and model.safetensors.index.json names it"):
+    with pytest.raises(
+        PretrainedError, match="model-00002-of-00003.safetensors is missing, and model.safetensors.index.json names it"
+    ):
         SafetensorsFolder(tmp_path)
     second.write_bytes((tmp_path / "model-00001-of-00003.safetensors").read_bytes())
     with pytest.raises(PretrainedError, match="model-00002-of-00003.safetensors has no tensor d"):
