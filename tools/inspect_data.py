@@ -36,7 +36,8 @@ def stats(args: argparse.Namespace) -> None:
         if is_plan(path):
             plan = PackingPlan(path)
             share = plan.filled.sum() / (len(plan) * plan.seq_length)
-            print(f"{path}: plan of {len(plan):,} sequences of {plan.seq_length:,} tokens, {share:.3%} filled, {len(plan.documents):,} pieces")
+            size = f"{len(plan):,} sequences of {plan.seq_length:,} tokens, {share:.3%} filled, {len(plan.documents):,} pieces"
+            print(f"{path}: plan of {size}")
             panels.append((f"{path}: filled", "sequences", fill_histogram(plan.filled, plan.seq_length)))
             lengths, noun = plan.piece_lengths(), "pieces"
         else:
@@ -78,7 +79,8 @@ def show(args: argparse.Namespace) -> None:
 
 def show_sequence(dataset: SequenceDataset, i: int, start: int, count: int, decode: Callable[[np.ndarray], str]) -> None:
     borders, labels, length = dataset.document_borders(i), dataset.label_count(i), dataset.seq_length
-    print(f"{dataset.source(i)}: sample {i} of {len(dataset):,} an epoch, {length:,} tokens, {labels:,} labels, {len(borders) - 1:,} documents")
+    print(f"{dataset.source(i)}: sample {i}; an epoch has {len(dataset):,}")
+    print(f"{length:,} tokens, {labels:,} labels, {len(borders) - 1:,} documents")
     pieces = dataset.plan.pieces(dataset.sequence(i)) if isinstance(dataset, PlanDataset) else None
     for number, (first, stop) in enumerate(zip(borders.tolist(), borders[1:].tolist())):
         if number == SHOWN_PIECES:
@@ -128,7 +130,7 @@ def blend(args: argparse.Namespace) -> None:
     datasets = train.datasets if isinstance(train, BlendedDataset) else [train]
     located = [train.locate(i)[0] if isinstance(train, BlendedDataset) else 0 for i in range(args.samples)]
     given, total = np.bincount(located, minlength=len(datasets)), sum(weight for weight, _ in weighted)
-    print(f"{args.samples:,} samples of {args.seq_length:,} tokens, {args.samples * args.seq_length:,} tokens in all (training part)")
+    print(f"{args.samples:,} samples of {args.seq_length:,} tokens: {args.samples * args.seq_length:,} tokens of training")
     print(f"{'weight':>8}  {'samples':>12}  {'share':>7}  {'an epoch':>12}  {'epochs':>8}  path")
     for (weight, path), dataset, count in zip(weighted, datasets, given.tolist()):
         share, epochs = count / max(1, args.samples), count / len(dataset)
@@ -172,7 +174,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = command(blend, "preview of a weighted --data-path")
     add("--data-path", nargs="+", required=True, metavar="W P", help="as for training: weight path weight path ...")
     add("--seq-length", type=int, required=True, metavar="TOKENS")
-    add("--samples", type=int, default=1000, metavar="N", help="of the run: --train-iters x --global-batch-size (default: %(default)s)")
+    add("--samples", type=int, default=1000, metavar="N", help="--train-iters x --global-batch-size (default: %(default)s)")
     add("--split", default="1,0,0", metavar="A,B,C", help="as for training; the first part is shown (default: %(default)s)")
     add("--seed", type=int, default=1234, metavar="N", help="of training (default: %(default)s)")
 

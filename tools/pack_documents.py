@@ -22,7 +22,6 @@ The plan appears when it is complete. After an interruption run the same command
 
 import argparse
 import hashlib
-import os
 import sys
 import time
 from pathlib import Path
@@ -121,7 +120,8 @@ def make_plan(args: argparse.Namespace) -> None:
         }  # fmt: skip
         other = [name for name, value in wanted.items() if meta[name] != value]
         if other:
-            raise DatasetError(f"--output {output} holds another plan ({', '.join(other)} differ); remove it or name another folder")
+            differing = ", ".join(other)
+            raise DatasetError(f"--output {output} holds another plan ({differing} differ); remove it or name another folder")
         print(f"{output} is there already, complete and of these documents and options")
         report(PackingPlan(output), Accounting(**meta["counts"]), args.histogram)
         return
@@ -152,8 +152,8 @@ def report(plan: PackingPlan, counts: Accounting, picture: str | None) -> None:
     whole = counts.documents - counts.empty_documents - counts.split_documents - counts.short_documents
     print(f"{counts.sequences:,} sequences of {counts.seq_length:,} tokens, {1 - counts.padding_tokens / positions:.3%} filled")
     print(
-        f"documents  {counts.documents:,} = {whole:,} that fit + {counts.split_documents:,} split + {counts.empty_documents:,} empty "
-        f"+ {counts.short_documents:,} dropped as short"
+        f"documents  {counts.documents:,} = {whole:,} that fit + {counts.split_documents:,} split "
+        f"+ {counts.empty_documents:,} empty + {counts.short_documents:,} dropped as short"
     )
     print(
         f"tokens     {counts.document_tokens:,} = {counts.packed_tokens:,} packed + {counts.short_tokens:,} dropped as short (with "

@@ -50,7 +50,9 @@ def build_micro_batch(
 
     attention_mask: "document" puts a border at each document, "causal" only between sequences. reset_position_ids counts
     positions from the document's start rather than the sequence's; eod_mask_loss masks the label of each token that is `eod`.
-    The three are independent. Labels of padding are always masked. Raises DatasetError for an id outside the vocabulary, ValueError for settings that do not fit.
+    The three are independent. Labels of padding are always masked.
+
+    Raises DatasetError for an id outside the vocabulary, ValueError for settings that do not fit.
     """
     seq_length = dataset.seq_length
     stream_length = seq_length * len(sample_indices)

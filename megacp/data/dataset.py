@@ -3,7 +3,9 @@
     build_datasets(["0.3", "code", "0.7", "books"], split="969,30,1", seq_length=8192, seed=1234, parts=("train",))
 
 opens code.bin/.idx and books.bin/.idx, takes the first 96.9% of the documents of each, packs each into sequences, and blends
-them 3 to 7. A folder is a packing plan (tools/pack_documents.py); --split then divides its sequences. All datasets here answer the same questions about sample i (any i >= 0, no end):
+them 3 to 7. A folder is a packing plan (tools/pack_documents.py), and --split divides its sequences.
+
+All datasets here answer the same questions about sample i (any i >= 0, no end):
 
     tokens(i, start, stop)   int64, tokens [start, stop) of its seq_length + 1, reading no others
     document_borders(i)      int64, 0 ... seq_length: where documents begin

@@ -16,6 +16,7 @@ would only keep two groups together.
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ def read_groups(path: str | os.PathLike, num_documents: int, group_by: str = "ke
     DatasetError naming --group-by or the file and line.
     """
     rule, _, argument = group_by.partition(":")
-    if not (rule == "key" and not argument or rule == "path" and argument.isdecimal() and int(argument) or rule == "field" and argument):
+    if not re.fullmatch(r"key|path:0*[1-9][0-9]*|field:.+", group_by):
         raise DatasetError(f"--group-by {group_by}: takes {RULES}, such as path:2 (the first two folders) or field:repository")
     groups, number = np.empty(num_documents, dtype=np.int64), 0
     with open(path, "rb") as lines:
@@ -53,7 +54,7 @@ def read_groups(path: str | os.PathLike, num_documents: int, group_by: str = "ke
             groups[number - 1] = _number(key) if key else -number
     if number != num_documents:
         more = "more" if number > num_documents else f"{number}"
-        raise DatasetError(f"{path}: expected a line for each of the {num_documents} documents, found {more}; it is of another dataset")
+        raise DatasetError(f"{path}: expected a line for each of the {num_documents} documents, found {more}; another dataset's?")
     return groups
 
 
@@ -67,5 +68,5 @@ def _field(path: str | os.PathLike, number: int, line: bytes, name: str) -> byte
         value = fields[name]
     except (ValueError, TypeError, KeyError):
         shown = line[:60].decode("utf-8", "replace")
-        raise DatasetError(f"{path}: line {number} is no JSON object with a field {name!r} (--group-by field:{name}): {shown}") from None
+        raise DatasetError(f"{path}: line {number} is no JSON with a field {name!r} (--group-by field:{name}): {shown}") from None
     return b"" if value is None else json.dumps(value, sort_keys=True).encode()

@@ -66,7 +66,7 @@ class Packing:
     """Piece p is tokens [starts[p], starts[p] + length) of a document, at offsets[p] of its sequence.
 
     Sequence i is pieces [first_pieces[i], first_pieces[i + 1]), ends at filled[i] and is padding from there. A separator, if
-    there are any, stands between two pieces. `label_counts[i]`: its tokens from the first on that have a label, which is all but the
+    there are any, stands between two pieces. `label_counts[i]`: its tokens, from the first on, that have a label: all but the
     last, or all when the document of the last piece goes on elsewhere.
     """
 

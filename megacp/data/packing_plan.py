@@ -172,7 +172,8 @@ class PackingPlan:
         lengths = {"starts": pieces, "offsets": pieces, "first_pieces": sequences + 1, "label_counts": sequences}
         for name, length in lengths.items():
             if len(getattr(self, name)) != length:
-                raise DatasetError(f"{self.folder / name}.npy: expected {length} values, found {len(getattr(self, name))}; pack again")
+                found = len(getattr(self, name))
+                raise DatasetError(f"{self.folder / name}.npy: expected {length} values, found {found}; pack again")
         if sequences != self.meta["counts"]["sequences"] or self.first_pieces[-1] != pieces:
             raise DatasetError(f"{self.folder}: the arrays are not those of {PLAN_FILE}; pack again with tools/pack_documents.py")
 

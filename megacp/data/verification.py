@@ -23,15 +23,15 @@ def verify_dataset(prefix: str, vocab_size: int | None = None) -> list[str]:
     """The index, the range of ids (below `vocab_size`, when given) and, when there is a manifest, both files' hashes."""
     indexed = IndexedDataset(prefix)
     low, high = token_range(indexed)
-    lines = [
-        f"{prefix}: {indexed.num_documents:,} documents ({int((indexed.document_lengths == 0).sum()):,} empty), "
-        f"{indexed.num_tokens:,} tokens of {indexed.dtype.name}, ids {low:,} to {high:,}"
-    ]
+    empty = int(np.count_nonzero(indexed.document_lengths == 0))
+    tokens = f"{indexed.num_tokens:,} tokens of {indexed.dtype.name}, ids {low:,} to {high:,}"
     if low < 0 and indexed.num_tokens:
-        raise DatasetError(f"{indexed.bin_path}: token id {low} is negative; the ids are stored in the wrong type, preprocess again")
+        raise DatasetError(
+            f"{indexed.bin_path}: token id {low} is negative; the ids are stored in the wrong type; preprocess again"
+        )
     if vocab_size is not None and high >= vocab_size:
         raise DatasetError(f"{indexed.bin_path}: token id {high} is outside --vocab-size {vocab_size}; {high + 1} or more holds it")
-    return lines + _verify_manifest(indexed)
+    return [f"{prefix}: {indexed.num_documents:,} documents ({empty:,} empty), {tokens}", *_verify_manifest(indexed)]
 
 
 def token_range(indexed: IndexedDataset) -> tuple[int, int]:
@@ -56,7 +56,7 @@ def _verify_manifest(indexed: IndexedDataset) -> list[str]:
         raise DatasetError(f"{path}: not a manifest of preprocess_data ({error!r})") from None
     for ending, file in (("bin", indexed.bin_path), ("idx", indexed.idx_path)):
         if (found := file_sha256(file)) != expected[ending]:
-            raise DatasetError(f"{file}: sha256 {found}, {path.name} has {expected[ending]}; the file was changed or belongs to another")
+            raise DatasetError(f"{file}: sha256 {found}, {path.name} has {expected[ending]}; it was changed since")
     return [f"sha256 of .bin and .idx are those of {path.name}"]
 
 
@@ -67,7 +67,7 @@ def verify_plan(folder: str) -> list[str]:
         path = plan.folder / f"{name}.npy"
         if file_sha256(path) != plan.meta["sha256"][name]:
             raise DatasetError(f"{path}: changed since it was written; pack again with tools/pack_documents.py")
-    _require(plan, len(plan) > 0 and plan.first_pieces[0] == 0 and (np.diff(plan.first_pieces) > 0).all(), "a sequence without pieces")
+    _require(plan, plan.first_pieces[0] == 0 and (np.diff(plan.first_pieces) > 0).all(), "a sequence without pieces")
     lengths = plan.piece_lengths()
     _require(plan, (plan.offsets[plan.first_pieces[:-1]] == 0).all(), "a sequence that does not begin with a piece")
     _require(plan, (lengths > 0).all() and (plan.filled <= plan.seq_length).all(), "a piece that overlaps the next or the border")

@@ -38,9 +38,9 @@ def test_bad_files_and_rules(tmp_path):
     for count, found in ((1, "more"), (3, "2")):
         with pytest.raises(DatasetError, match=f"x.groups: expected a line for each of the {count} documents, found {found}"):
             read_groups(path, count)
-    with pytest.raises(DatasetError, match=r"x.groups: line 2 is no JSON object with a field 'repo' .*: no json"):
+    with pytest.raises(DatasetError, match=r"x.groups: line 2 is no JSON with a field 'repo' .*: no json"):
         read_groups(path, 2, "field:repo")
-    with pytest.raises(DatasetError, match="line 1 is no JSON object with a field 'owner'"):
+    with pytest.raises(DatasetError, match="line 1 is no JSON with a field 'owner'"):
         read_groups(path, 2, "field:owner")
     for rule in ("path", "path:0", "path:x", "field:", "key:1", "folder"):
         with pytest.raises(DatasetError, match=f"--group-by {rule}: takes key, path:N or field:NAME"):

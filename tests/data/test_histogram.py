@@ -20,7 +20,7 @@ def test_every_length_is_in_the_bin_of_its_power_of_two(lengths):
 
 def test_labels():
     assert [one.label for one in length_histogram(np.array([0, 1]))] == ["0", "1"]
-    assert [one.label for one in length_histogram(np.array([3, 1024]))][0] == "2-3"
+    assert [one.label for one in length_histogram(np.array([3]))] == ["2-3"]
     assert length_histogram(np.array([1024]))[0].label == "1K-2K"
     assert length_histogram(np.array([2**20 - 1]))[0].label == "512K-1M"
     assert length_histogram(np.array([5 * 2**20]))[0].label == "4M-8M"

@@ -45,7 +45,8 @@ def test_every_token_once_and_sequences_hold(case, grouped, data):
     assert counts.separator_tokens == separator * sum(len(pieces) - 1 for pieces in sequences)
     assert counts.attention_pairs == sum((stop - start) ** 2 for pieces in sequences for _, start, stop, _ in pieces)
     again = pack(np.array(lengths), seq_length, groups=groups, separator=separator)
-    assert all(np.array_equal(getattr(packing, name), getattr(again, name)) for name in ("documents", "starts", "offsets", "filled"))
+    for name in ("documents", "starts", "offsets", "filled"):
+        assert np.array_equal(getattr(packing, name), getattr(again, name))
 
 
 @settings(max_examples=200, deadline=None)
@@ -98,7 +99,7 @@ def test_what_is_dropped_is_asked_for_and_counted(case, shortest, min_fill):
 
 def test_sequences_of_a_long_document_are_neighbours():
     packing = pack(np.array([5, 40, 5, 5, 33]), 10)
-    holding = [set(pieces[0] for pieces in sequence) for sequence in sequences_of(packing, [5, 40, 5, 5, 33], 10, 0)]
+    holding = [{pieces[0] for pieces in sequence} for sequence in sequences_of(packing, [5, 40, 5, 5, 33], 10, 0)]
     places = [i for i, documents in enumerate(holding) if documents == {1}]
     assert places == list(range(places[0], places[0] + 4))
 

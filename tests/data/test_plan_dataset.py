@@ -100,7 +100,7 @@ def test_data_path_takes_plans_with_weights_and_split(tmp_path, plan):
 
 
 def test_another_seq_length_names_the_flag(plan):
-    with pytest.raises(DatasetError, match=r"--seq-length 32: .*plan is packed for --seq-length 16; train with that, or pack again"):
+    with pytest.raises(DatasetError, match=r"--seq-length 32: .*plan is packed for --seq-length 16; train with that, or pack"):
         build_dataset([str(plan.folder)], 32, seed=1)
 
 

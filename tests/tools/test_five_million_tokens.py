@@ -18,13 +18,9 @@ SEQ_LENGTH, RANKS = 5 * 2**20, 8
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     build_stdlib_corpus.main(["--output", str(folder / "stdlib.jsonl")])
-    byte = ["--tokenizer-type", "Byte"]
-    preprocess_data.main(
-        ["--input", str(folder / "stdlib.jsonl"), "--output-prefix", str(folder / "stdlib"), *byte, "--append-eod", "--workers", "1"]
-    )
-    pack_documents.main(
-        ["--input", str(folder / "stdlib"), "--output", str(folder / "plan"), "--seq-length", str(SEQ_LENGTH), *byte, "--separator", "bos"]
-    )
+    byte = "--tokenizer-type Byte"
+    preprocess_data.main(f"--input {folder}/stdlib.jsonl --output-prefix {folder}/stdlib {byte} --append-eod --workers 1".split())
+    pack_documents.main(f"--input {folder}/stdlib --output {folder}/plan --seq-length {SEQ_LENGTH} {byte} --separator bos".split())
     return folder
 
 

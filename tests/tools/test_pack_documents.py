@@ -36,8 +36,9 @@ def test_report_adds_up(tmp_path, capsys):
     run(tmp_path, "--separator", "7", "--drop-shorter-than", "3", "--histogram", tmp_path / "plan.png", inputs=("x", "y"))
     printed = capsys.readouterr().out
     assert "documents  6 = 3 that fit + 1 split + 1 empty + 1 dropped as short" in printed
-    for line in re.findall(r"^(?:documents|tokens|positions) .*", printed, re.M):
-        total, *parts = (int(number.replace(",", "")) for number in re.findall(r"(?<![-\w(])[\d,]+(?= |$)", re.sub(r"\(.*?\)|in \d+ seq.*", "", line)))
+    for line in re.findall(r"^(?:documents|tokens|positions) .*", printed, re.MULTILINE):
+        sums = re.sub(r"\(.*?\)|in \d+ sequences.*", "", line)
+        total, *parts = (int(number.replace(",", "")) for number in re.findall(r" ([\d,]+)(?= )", sums))
         assert total == sum(parts), line
     assert "train with --data-path" in printed and (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert "each of 90 tokens comes once; 2 were left out" in verify_plan(str(tmp_path / "plan"))[1]
@@ -62,7 +63,8 @@ def test_groups_beside_the_dataset_and_named(tmp_path):
 
     assert not together(apart, [0, 2, 4])
     assert together(run(tmp_path, "--group-by", "path:1", output="paths"), [0, 2, 4])
-    assert files_of(tmp_path / "apart")["documents.npy"] == files_of(run(tmp_path, "--group-by", "none", output="n").folder)["documents.npy"]
+    ungrouped = run(tmp_path, "--group-by", "none", output="ungrouped")
+    assert files_of(tmp_path / "apart")["documents.npy"] == files_of(ungrouped.folder)["documents.npy"]
     (tmp_path / "g.jsonl").write_text('{"k": 1}\n{"k": 2}\n{"k": 1}\n{"k": 3}\n{"k": 2}\n')
     assert together(run(tmp_path, "--groups", tmp_path / "g.jsonl", "--group-by", "field:k", output="fields"), [1, 4])
 
@@ -126,7 +128,6 @@ def test_killed_at_20_random_moments(corpus):
     for attempt in range(20):
         child = os.fork()
         if child == 0:
-            sys.stdout = open(os.devnull, "w")
             run(corpus, output=f"plan{attempt}")
             os._exit(0)
         time.sleep(chance.uniform(0, seconds))
@@ -169,10 +170,10 @@ def test_refused(tmp_path, arguments, message):
 
 def test_launched_by_its_path(tmp_path):
     write_dataset(tmp_path / "x", numbered_documents([3, 20, 4]))
-    command = [sys.executable, "tools/pack_documents.py", "--input", tmp_path / "x", "--output", tmp_path / "plan", "--seq-length", "8"]
+    command = f"{sys.executable} tools/pack_documents.py --input {tmp_path}/x --output {tmp_path}/plan --seq-length".split()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([*command, "8"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "4 sequences of 8 tokens" in done.stdout
-    done = subprocess.run([*map(str, command[:-1]), "0"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([*command, "0"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "--seq-length 0 must be at least 1" in done.stderr
