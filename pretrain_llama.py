@@ -25,6 +25,7 @@ from megacp.argument_checks import check_vocab_size
 from megacp.arguments import model_config_from_args, parse_args, resolve_precision, validate_args
 from megacp.checkpointing.distributed import latest_iteration
 from megacp.checkpointing.huggingface import HuggingFaceWeights
+from megacp.checkpointing.random_state import seed_random_state
 from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.parallel_state import ParallelLayout
 from megacp.training.errors import explain_errors
@@ -34,7 +35,7 @@ from megacp.training.loop import TrainingRun, device_peak_flops
 from megacp.training.metrics import MetricsLogger
 from megacp.training.optimizer import build_optimizer
 from megacp.training.sharding import allocate_weights, build_model
-from megacp.training.step import StepSettings
+from megacp.training.step import step_settings
 from megacp.training.summary import predicted_step_seconds, startup_summary
 from megacp.training.training_data import open_training_data
 
@@ -56,9 +57,6 @@ def main() -> int:
         schedule = build_head_schedule(
             config.num_attention_heads, config.num_query_groups, layout.ulysses_degree, args.upipe_heads_per_stage
         )
-        settings = StepSettings(
-            config, schedule, args.attention_backend, args.mlp_tile_size, args.loss_tile_size, args.clip_grad
-        )
         step_seconds = predicted_step_seconds(args, config, layout, device_peak_flops(device))
         timeout = collective_timeout(args.distributed_timeout_minutes, step_seconds)
         if is_first_rank:
@@ -68,12 +66,14 @@ def main() -> int:
         if args.dry_run:
             print(f"dry run, rank {launched_rank()} of {layout.world_size}: all but the weights was built, nothing was trained")
         else:
-            train(args, config, settings, model, device, dtype, data, pretrained, is_first_rank)
+            train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank)
         shut_down_distributed()
     return outcome.exit_code
 
 
-def train(args, config, settings, model, device, dtype, data, pretrained, is_first_rank) -> None:
+def train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank) -> None:
+    settings = step_settings(args, config, layout, schedule, device, dtype)
+    seed_random_state(args.seed, 0, launched_rank())
     allocate_weights(model, device, args.seed, pretrained)
     optimizer = build_optimizer(
         model, lr=args.lr, weight_decay=args.weight_decay, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps

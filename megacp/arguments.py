@@ -180,7 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    for add in (_add_model, add_rope_flags, _add_parallel, _add_training, _add_schedule, _add_data, _add_state, _add_logging):
+    for add in (_add_model, add_rope_flags, _add_parallel, _add_memory, _add_training, _add_schedule, _add_data, _add_state, _add_logging):
         add(parser)
     return parser
 
@@ -237,6 +237,15 @@ def _add_parallel(parser):
         help="a collective that waits longer ends the job; 0: from the predicted step time")  # fmt: skip
 
 
+def _add_memory(parser):
+    group = parser.add_argument_group("activation memory", "Where a layer keeps what its backward needs: its input, its attention output.")
+    add = group.add_argument
+    add("--activation-memory", choices=("gpu", "host", "lean"), default="gpu",
+        help="host: in pinned host memory; lean: there too, and the backward's own gradients stream through it")  # fmt: skip
+    add("--recompute-granularity", choices=("selective", "full"), default="selective",
+        help="selective: all but the attention is made again in the backward; full: the attention too, which keeps half as much")  # fmt: skip
+
+
 def _add_training(parser):
     group = parser.add_argument_group("training")
     add = group.add_argument
@@ -283,7 +292,8 @@ def _add_data(parser):
     add("--valid-data-path", nargs="+", metavar="W P", help="with --train-data-path: for validation")
     add("--test-data-path", nargs="+", metavar="W P", help="with --train-data-path: for the test")
     add("--mock-data", action="store_true", help="made-up documents instead of files, for trying out and measuring")
-    add("--split", default="969,30,1", metavar="A,B,C", help="shares of the documents of --data-path (of the sequences of a plan) for training, validation, test")
+    add("--split", default="969,30,1", metavar="A,B,C",
+        help="shares of the documents of --data-path (of the sequences of a plan) for training, validation, test")  # fmt: skip
     add("--tokenizer-type", choices=("SentencePiece", "HuggingFace", "Byte"), help="what --data-path was preprocessed with")
     add("--tokenizer-model", metavar="FILE", help="tokenizer.model or tokenizer.json; Byte needs none")
     add("--attention-mask", choices=("document", "causal"), default="document",

@@ -12,6 +12,7 @@ Worked example, Llama3-8B on 8 ranks, 1M tokens, U = 8: T = 131,072, four stages
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,13 @@ import torch.distributed as dist
 from megacp.context_parallel.all_to_all import all_to_all
 from megacp.context_parallel.head_schedule import HeadSchedule, Stage
 from megacp.kernels.attention import Documents, attention_backward, attention_forward
+
+
+class StageShelf(Protocol):
+    """Keeps a tensor a stage; see `megacp.memory.shelves`."""
+
+    def put(self, stage: int, x: torch.Tensor) -> None: ...
+    def fetch(self, stage: int): ...  # an object whose wait() gives the tensor, for the last time
 
 
 @dataclass(frozen=True)
@@ -36,41 +44,42 @@ def stages_forward(
     settings: AttentionSettings,
     pack_q: Callable[[Stage], torch.Tensor],
     pack_kv: Callable[[Stage], tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Attention of all heads; returns per stage the output o_CTnD of this rank's tokens and the log-sum-exp lse_nS.
+    outputs: StageShelf,
+    log_sum_exps: StageShelf,
+) -> None:
+    """Attention of all heads; puts each stage's output o_CTnD of this rank's tokens and its log-sum-exp lse_nS on their shelves.
 
     `pack_q(stage)` returns q_CTnD and `pack_kv(stage)` k_CTmD, v_CTmD, the send buffers; block `r` is for rank `r`. Block `r`
     of an output holds the heads `schedule.query_heads(stage, r)`. `lse_nS` stays where it was computed: heads of this rank.
     """
     held_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    outputs, log_sum_exps = [], []
     for stage in settings.schedule.stages:
         if stage.num_new_kv:
             held_kv[stage.index] = _exchange_kv(settings, pack_kv(stage))
         q_SnD = _exchange_to_heads(settings, pack_q(stage))
         o_SnD, lse_nS = _attend(settings, stage, q_SnD, held_kv)
         del q_SnD
-        outputs.append(_exchange_to_tokens(settings, o_SnD))
-        log_sum_exps.append(lse_nS)
+        outputs.put(stage.index, _exchange_to_tokens(settings, o_SnD))
+        log_sum_exps.put(stage.index, lse_nS)
+        del o_SnD, lse_nS
         for arrival in stage.releases:
             del held_kv[arrival]
-    return outputs, log_sum_exps
 
 
 def stages_backward(
     settings: AttentionSettings,
     pack_q: Callable[[Stage], torch.Tensor],
     pack_kv: Callable[[Stage], tuple[torch.Tensor, torch.Tensor]],
-    outputs: list[torch.Tensor],
-    log_sum_exps: list[torch.Tensor],
-    output_grads: list[torch.Tensor],
+    outputs: StageShelf,
+    log_sum_exps: StageShelf,
+    output_grads: StageShelf,
     unpack_dq: Callable[[Stage, torch.Tensor], None],
     unpack_dkv: Callable[[Stage, torch.Tensor, torch.Tensor], None],
 ) -> None:
     """Backward of `stages_forward`; attention itself is not run again.
 
-    Takes what the forward returned and the gradients of `outputs`, and empties the three lists as it goes, so that each
-    stage's memory is free once it is done. `unpack_dq(stage, dq_CTnD)` is called once a stage, `unpack_dkv(arrival_stage,
+    Takes what the forward put and the gradients of `outputs`, each stage once, so that its memory is free when it is done;
+    their fetches run under the stage's projections. `unpack_dq(stage, dq_CTnD)` is called once a stage, `unpack_dkv(arrival_stage,
     dk_CTmD, dv_CTmD)` once for each stage that brought KV heads, after the last stage that uses them; block `r` comes from
     rank `r`. With `K < cu` several blocks hold gradients of one KV head: the receiver sums them.
     """
@@ -78,15 +87,18 @@ def stages_backward(
     held_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     kv_grads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for stage in schedule.stages:
+        kept = [shelf.fetch(stage.index) for shelf in (outputs, output_grads, log_sum_exps)]
         if stage.num_new_kv:
             held_kv[stage.index] = _exchange_kv(settings, pack_kv(stage))
         q_SnD = _exchange_to_heads(settings, pack_q(stage))
-        o_SnD = _exchange_to_heads(settings, outputs[stage.index])
-        do_SnD = _exchange_to_heads(settings, output_grads[stage.index])
-        outputs[stage.index] = output_grads[stage.index] = None
-        dq_SnD = _attend_backward(settings, stage, do_SnD, q_SnD, o_SnD, log_sum_exps[stage.index], held_kv, kv_grads)
-        log_sum_exps[stage.index] = None
-        del q_SnD, o_SnD, do_SnD
+        o_CTnD, do_CTnD, lse_nS = (pending.wait() for pending in kept)
+        del kept
+        o_SnD = _exchange_to_heads(settings, o_CTnD)
+        del o_CTnD
+        do_SnD = _exchange_to_heads(settings, do_CTnD)
+        del do_CTnD
+        dq_SnD = _attend_backward(settings, stage, do_SnD, q_SnD, o_SnD, lse_nS, held_kv, kv_grads)
+        del q_SnD, o_SnD, do_SnD, lse_nS
         unpack_dq(stage, _exchange_to_tokens(settings, dq_SnD))
         del dq_SnD
         for arrival in stage.releases:

@@ -22,19 +22,21 @@ from megacp.kernels.precision import compute_dtype
 from megacp.kernels.rms_norm import rms_norm, rms_norm_backward
 from megacp.kernels.rotary import apply_rotary, rotary_cos_sin
 from megacp.kernels.weight_gradient import accumulate_weight_gradient
+from megacp.memory.shelves import RowShelf, read_ahead
 from megacp.model.layer_context import LayerContext, LayerWeights
 
 
 class AttentionProjections:
-    """The pack and unpack functions of one layer for the engine, bound to its input `h_Td` and weights.
+    """The pack and unpack functions of one layer for the engine, bound to its input and weights.
 
-    `grads` (weight-gradient totals) and `dxn_Td` (gradient of the normalised input, added to) are needed for `unpack_*` only.
+    `h` is the shelf of the input `h_Td`, wherever it lives. `grads` (weight-gradient totals) and `dxn_Td` (gradient of the
+    normalised input, added to) are needed for `unpack_*` only.
     """
 
     def __init__(
         self,
         context: LayerContext,
-        h_Td: Tensor,
+        h: RowShelf,
         weights: LayerWeights,
         norm_epsilon: float,
         head_dim: int,
@@ -42,15 +44,15 @@ class AttentionProjections:
         dxn_Td: Tensor | None = None,
     ):
         self.context, self.schedule = context, context.attention.schedule
-        self.h_Td, self.weights, self.eps, self.head_dim = h_Td, weights, norm_epsilon, head_dim
+        self.h, self.weights, self.eps, self.head_dim = h, weights, norm_epsilon, head_dim
         self.grads, self.dxn_Td = grads, dxn_Td
 
     def pack_q(self, stage: Stage) -> Tensor:
         """Send buffer q_CTnD of the stage's query heads; block `r` is for rank `r`."""
         w_od = self._query_rows(self.weights.q_proj, stage).flatten(0, 2)
         q_CTnD = self._new_send_buffer(stage.num_queries)
-        for start, stop in self._tiles():
-            q_thD = self._project(self._normed(start, stop), w_od, self.weights.q_norm, self._cos_sin(start, stop))
+        for start, stop, xn_td in self._normed_tiles():
+            q_thD = self._project(xn_td, w_od, self.weights.q_norm, self._cos_sin(start, stop))
             self._write_heads(q_CTnD[:, start:stop].unflatten(0, (self.schedule.ulysses_degree, 1)), q_thD)
         return q_CTnD
 
@@ -59,8 +61,7 @@ class AttentionProjections:
         wk_od, wv_od = (self._kv_rows(w, stage).flatten(0, 2) for w in (self.weights.k_proj, self.weights.v_proj))
         k_CTmD, v_CTmD = self._new_send_buffer(stage.num_new_kv), self._new_send_buffer(stage.num_new_kv)
         groups = (self.schedule.kv_groups, self.schedule.kv_copies)
-        for start, stop in self._tiles():
-            xn_td = self._normed(start, stop)
+        for start, stop, xn_td in self._normed_tiles():
             k_thD = self._project(xn_td, wk_od, self.weights.k_norm, self._cos_sin(start, stop))
             self._write_heads(k_CTmD[:, start:stop].unflatten(0, groups), k_thD)
             self._write_heads(v_CTmD[:, start:stop].unflatten(0, groups), self._heads(xn_td @ wv_od.t()))
@@ -71,8 +72,8 @@ class AttentionProjections:
         w_od = self._query_rows(self.weights.q_proj, stage).flatten(0, 2)
         dw_CnDd = self._query_rows(self.grads.q_proj, stage)
         norm = self.weights.q_norm, self.grads.q_norm
-        for start, stop in self._tiles():
-            xn_td, dq_thD = self._normed(start, stop), dq_CTnD[:, start:stop].transpose(0, 1).flatten(1, 2)
+        for start, stop, xn_td in self._normed_tiles():
+            dq_thD = dq_CTnD[:, start:stop].transpose(0, 1).flatten(1, 2)
             dq_to = self._project_backward(dq_thD, xn_td, w_od, *norm, self._cos_sin(start, stop))
             self._add(start, stop, dq_to, xn_td, w_od, dw_CnDd)
 
@@ -81,17 +82,19 @@ class AttentionProjections:
         wk_od, wv_od = (self._kv_rows(w, stage).flatten(0, 2) for w in (self.weights.k_proj, self.weights.v_proj))
         dwk_GmDd, dwv_GmDd = (self._kv_rows(dw, stage) for dw in (self.grads.k_proj, self.grads.v_proj))
         norm = self.weights.k_norm, self.grads.k_norm
-        for start, stop in self._tiles():
-            xn_td, dk_thD = self._normed(start, stop), self._sum_copies(dk_CTmD[:, start:stop])
+        for start, stop, xn_td in self._normed_tiles():
+            dk_thD = self._sum_copies(dk_CTmD[:, start:stop])
             dk_to = self._project_backward(dk_thD, xn_td, wk_od, *norm, self._cos_sin(start, stop))
             self._add(start, stop, dk_to, xn_td, wk_od, dwk_GmDd)
             self._add(start, stop, self._sum_copies(dv_CTmD[:, start:stop]).flatten(1), xn_td, wv_od, dwv_GmDd)
 
-    def _tiles(self) -> Iterator[tuple[int, int]]:
-        return self.context.tiles(len(self.h_Td))
+    def _normed_tiles(self) -> Iterator[tuple[int, int, Tensor]]:
+        """`(start, stop, xn_td)` of each tile: the normalised input."""
+        for (start, stop), (h_td,) in read_ahead(self.context.tiles(), lambda tile: [self.h.fetch(*tile)]):
+            yield start, stop, rms_norm(h_td, self.weights.input_layernorm, self.eps)
 
     def _new_send_buffer(self, heads: int) -> Tensor:
-        return self.h_Td.new_empty(self.schedule.ulysses_degree, len(self.h_Td), heads, self.head_dim)
+        return self.weights.q_proj.new_empty(self.schedule.ulysses_degree, self.context.tokens, heads, self.head_dim)
 
     def _query_rows(self, w: Tensor, stage: Stage) -> Tensor:
         """`[H·D, d]` → the stage's rows `[C, n, D, d]`, a view."""
@@ -103,12 +106,9 @@ class AttentionProjections:
         shape = (self.schedule.kv_groups, self.schedule.kv_heads_per_rank, self.head_dim)
         return w.unflatten(0, shape)[:, stage.kv_start : stage.kv_stop]
 
-    def _normed(self, start: int, stop: int) -> Tensor:
-        return rms_norm(self.h_Td[start:stop], self.weights.input_layernorm, self.eps)
-
     def _cos_sin(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         c = self.context
-        dtype = compute_dtype(self.h_Td.dtype)
+        dtype = compute_dtype(self.weights.q_proj.dtype)
         return rotary_cos_sin(c.position_ids_T[start:stop], c.inv_freq_D2, c.rotary_factor, dtype)
 
     def _heads(self, y_to: Tensor) -> Tensor:

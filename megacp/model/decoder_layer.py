@@ -4,8 +4,9 @@
     h_out = h_mid + W_down · (silu(W_gate · norm(h_mid)) * W_up · norm(h_mid))
 
 Autograd sees one node. Between forward and backward the layer keeps its input `h` (1 u), the attention output `O` (1 u, stage by
-stage) and the log-sum-exp; backward makes everything else again, tile by tile, but never the attention forward. `u` is one
-`[T, d]` tensor of a rank.
+stage) and the log-sum-exp, where the plan of the activation store says: on the device, in host memory, on disk. Backward makes
+everything else again, tile by tile, but not the attention forward, unless the plan says `recompute`. `u` is one `[T, d]` tensor of
+a rank.
 
 Worked example, Llama3-8B on 8 ranks at 1M tokens: `u` is 1 GiB; 2 GiB a layer are kept, and no tensor of MLP width (3.5 u) exists
 for more than a tile of `tile_size` tokens.
@@ -13,6 +14,8 @@ for more than a tile of `tile_size` tokens.
 Letters: T tokens of the rank, t of a tile, C ranks of the Ulysses group, n heads of a stage for one rank, o = H·D, d hidden size,
 F MLP width.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -22,25 +25,33 @@ from megacp.kernels.precision import compute_dtype
 from megacp.kernels.rms_norm import rms_norm, rms_norm_backward
 from megacp.kernels.swiglu import swiglu, swiglu_backward
 from megacp.kernels.weight_gradient import accumulate_weight_gradient
+from megacp.memory.host_region import Pending
+from megacp.memory.policy import GPU, RECOMPUTE
+from megacp.memory.shelves import DeviceRows, StageShelf, read_ahead
 from megacp.model.attention_projections import AttentionProjections
 from megacp.model.config import ModelConfig
 from megacp.model.layer_context import LayerContext, LayerWeights
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer. Parameters are named and shaped as in `LayerWeights`; `None` where the model has no q/k norm."""
+    """Decoder layer `number`. Parameters are named and shaped as in `LayerWeights`; `None` where the model has no q/k norm."""
 
-    def __init__(self, config: ModelConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+    def __init__(
+        self, config: ModelConfig, number: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ):
         super().__init__()
-        self.config = config
+        self.config, self.number = config, number
         for name, shape in layer_weight_shapes(config).items():
             weight = None if shape is None else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
             self.register_parameter(name, weight)
 
     def forward(self, h_Td: Tensor, context: LayerContext) -> Tensor:
-        """`h_Td` → `h_Td`, a new tensor. Backward overwrites the gradient it is given: it becomes the gradient of the input."""
+        """`h_Td` → `h_Td`. Where the store keeps the input off the device, its memory becomes the output's.
+
+        Backward overwrites the gradient it is given: it becomes the gradient of the input.
+        """
         weights = (getattr(self, name) for name in LayerWeights._fields)
-        return _DecoderLayerFunction.apply(h_Td, self.config, context, *weights)
+        return _DecoderLayerFunction.apply(h_Td, self.config, self.number, context, *weights)
 
 
 def layer_weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...] | None]:
@@ -59,47 +70,64 @@ def layer_weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...] | None
 
 class _DecoderLayerFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h_Td: Tensor, config: ModelConfig, context: LayerContext, *weights: Tensor | None) -> Tensor:
+    def forward(ctx, h_Td: Tensor, config: ModelConfig, number: int, context: LayerContext, *weights: Tensor | None) -> Tensor:
         w = LayerWeights(*weights)
-        projections = AttentionProjections(context, h_Td, w, config.norm_epsilon, config.kv_channels)
-        outputs, log_sum_exps = stages_forward(context.attention, projections.pack_q, projections.pack_kv)
-        h_out_Td = torch.empty_like(h_Td)
-        for start, stop in context.tiles(len(h_Td)):
-            o_to = _gather_heads(context, outputs, start, stop)
-            h_out_Td[start:stop] = _mlp_forward(torch.addmm(h_Td[start:stop], o_to, w.o_proj.t()), w, config.norm_epsilon)
-        ctx.save_for_backward(h_Td, *weights)
-        ctx.config, ctx.context, ctx.attention = config, context, (outputs, log_sum_exps)
+        kept = context.store.keep(number, h_Td)
+        projections = AttentionProjections(context, DeviceRows(h_Td), w, config.norm_epsilon, config.kv_channels)
+        stages_forward(context.attention, projections.pack_q, projections.pack_kv, kept.outputs, kept.lse)
+        h_out_Td = h_Td.detach() if kept.input_is_free else torch.empty_like(h_Td)
+        for (start, stop), o_stages in read_ahead(context.tiles(), _output_tiles(context, kept.outputs)):
+            h_mid_td = torch.addmm(h_Td[start:stop], _gather_heads(context, o_stages), w.o_proj.t())
+            kept.wait_for_tile(start)
+            h_out_Td[start:stop] = _mlp_forward(h_mid_td, w, config.norm_epsilon)
+        if kept.plan.output == RECOMPUTE:
+            kept.outputs = kept.lse = None
+        ctx.save_for_backward(*weights)
+        ctx.config, ctx.context, ctx.kept = config, context, kept
         return h_out_Td
 
     @staticmethod
     def backward(ctx, g_Td: Tensor):
-        if ctx.attention is None:
+        if ctx.kept is None:
             raise RuntimeError("a decoder layer runs backward once per forward: what it kept is freed on the way")
-        h_Td, *weights = ctx.saved_tensors
-        (outputs, log_sum_exps), ctx.attention = ctx.attention, None
-        w, config, context = LayerWeights(*weights), ctx.config, ctx.context
+        w, config, context = LayerWeights(*ctx.saved_tensors), ctx.config, ctx.context
+        kept, ctx.kept = ctx.kept, None
+        kept.check()
         grads = LayerWeights(*(None if x is None else torch.zeros_like(x, dtype=compute_dtype(x.dtype)) for x in w))
         g_Td = g_Td.contiguous()  # a tensor of our own when it was not: from here on it is overwritten
+        projections = AttentionProjections(context, kept.h, w, config.norm_epsilon, config.kv_channels, grads)
+        outputs, log_sum_exps = kept.outputs, kept.lse
+        if kept.plan.output == RECOMPUTE:
+            outputs, log_sum_exps = context.store.stages(None), context.store.log_sum_exps(None)
+            stages_forward(context.attention, projections.pack_q, projections.pack_kv, outputs, log_sum_exps)
 
-        output_grads = [torch.empty_like(o_CTnD) for o_CTnD in outputs]
-        for start, stop in context.tiles(len(h_Td)):
-            o_to = _gather_heads(context, outputs, start, stop)
-            h_mid_td = torch.addmm(h_Td[start:stop], o_to, w.o_proj.t())
-            _mlp_backward_(g_Td[start:stop], h_mid_td, w, grads, config.norm_epsilon)
-            accumulate_weight_gradient(grads.o_proj, g_Td[start:stop], o_to)
-            _scatter_heads(context, g_Td[start:stop] @ w.o_proj, output_grads, start, stop)
+        output_grads = context.store.output_grads(kept.plan)
+        residual = DeviceRows(g_Td) if kept.plan.residual_grad == GPU else context.store.residual_rows(g_Td)
+        leaving = []
+        fetch_output = _output_tiles(context, outputs)
+        for (start, stop), (h_td, *o_stages) in read_ahead(context.tiles(), lambda t: [kept.h.fetch(*t), *fetch_output(t)]):
+            o_to, g_td = _gather_heads(context, o_stages), g_Td[start:stop]
+            _mlp_backward_(g_td, torch.addmm(h_td, o_to, w.o_proj.t()), w, grads, config.norm_epsilon)
+            accumulate_weight_gradient(grads.o_proj, g_td, o_to)
+            _scatter_heads(context, g_td @ w.o_proj, output_grads, start, stop)
+            if kept.plan.residual_grad != GPU:
+                leaving.append(residual.put(start, stop, g_td))
+        output_grads.flush()
+        for pending in leaving:
+            pending.wait()
 
-        dxn_Td = torch.zeros_like(h_Td)
-        projections = AttentionProjections(context, h_Td, w, config.norm_epsilon, config.kv_channels, grads, dxn_Td)
+        # The residual gradient's own memory, once that is kept elsewhere.
+        projections.dxn_Td = torch.zeros_like(g_Td) if kept.plan.residual_grad == GPU else g_Td.zero_()
         stages_backward(
             context.attention, projections.pack_q, projections.pack_kv, outputs, log_sum_exps, output_grads,
             projections.unpack_dq, projections.unpack_dkv,
         )  # fmt: skip
-        for start, stop in context.tiles(len(h_Td)):
-            dh_td, dnorm_d = rms_norm_backward(dxn_Td[start:stop], h_Td[start:stop], w.input_layernorm, config.norm_epsilon)
-            g_Td[start:stop] += dh_td
+        for (start, stop), (h_td, g_td) in read_ahead(context.tiles(), lambda t: [kept.h.fetch(*t), residual.fetch(*t)]):
+            dxn_td = projections.dxn_Td[start:stop]
+            dh_td, dnorm_d = rms_norm_backward(dxn_td, h_td, w.input_layernorm, config.norm_epsilon)
+            torch.add(g_td, dh_td, out=g_Td[start:stop])
             grads.input_layernorm.add_(dnorm_d)
-        return g_Td, None, None, *grads
+        return g_Td, None, None, None, *grads
 
 
 def _mlp_forward(h_mid_td: Tensor, w: LayerWeights, eps: float) -> Tensor:
@@ -123,20 +151,25 @@ def _mlp_backward_(g_td: Tensor, h_mid_td: Tensor, w: LayerWeights, grads: Layer
     g_td += dh_td
 
 
-def _gather_heads(context: LayerContext, stages_CTnD: list[Tensor], start: int, stop: int) -> Tensor:
+def _output_tiles(context: LayerContext, outputs: StageShelf) -> Callable[[tuple[int, int]], list[Pending]]:
+    """Fetches a tile of the attention outputs, one tensor a stage."""
+    stages = range(len(context.attention.schedule.stages))
+    return lambda tile: [outputs.fetch_tile(stage, *tile) for stage in stages]
+
+
+def _gather_heads(context: LayerContext, stages_CtnD: list[Tensor]) -> Tensor:
     """All heads of a tile in natural order, `[t, H·D]`, from the outputs of the stages."""
     schedule = context.attention.schedule
-    first = stages_CTnD[0]
-    tile_tCnD = first.new_empty(stop - start, schedule.ulysses_degree, schedule.heads_per_rank, first.shape[-1])
-    for stage, o_CTnD in zip(schedule.stages, stages_CTnD):
-        tile_tCnD[:, :, stage.q_start : stage.q_stop] = o_CTnD[:, start:stop].transpose(0, 1)
+    ranks, tokens, _, head_dim = stages_CtnD[0].shape
+    tile_tCnD = stages_CtnD[0].new_empty(tokens, ranks, schedule.heads_per_rank, head_dim)
+    for stage, o_CtnD in zip(schedule.stages, stages_CtnD):
+        tile_tCnD[:, :, stage.q_start : stage.q_stop] = o_CtnD.transpose(0, 1)
     return tile_tCnD.flatten(1)
 
 
-def _scatter_heads(context: LayerContext, x_to: Tensor, stages_CTnD: list[Tensor], start: int, stop: int) -> None:
-    """The inverse of `_gather_heads`: writes a tile `[t, H·D]` to the buffers of the stages."""
+def _scatter_heads(context: LayerContext, x_to: Tensor, output_grads: StageShelf, start: int, stop: int) -> None:
+    """The inverse of `_gather_heads`: puts a tile `[t, H·D]` on the shelf of the stages."""
     schedule = context.attention.schedule
     tile_tCnD = x_to.unflatten(1, (schedule.ulysses_degree, schedule.heads_per_rank, -1))
-    for stage, o_CTnD in zip(schedule.stages, stages_CTnD):
-        o_CTnD[:, start:stop] = tile_tCnD[:, :, stage.q_start : stage.q_stop].transpose(0, 1)
-
+    for stage in schedule.stages:
+        output_grads.put_tile(stage.index, start, stop, tile_tCnD[:, :, stage.q_start : stage.q_stop].transpose(0, 1))

@@ -5,7 +5,7 @@ Worked example, the context of one rank of two, a stream of 16 tokens with a bor
     LayerContext(
         attention=AttentionSettings(build_head_schedule(8, 4, 2, 8), group, Documents((0, 5, 16)), scale=32**-0.5, backend="reference"),
         position_ids_T=torch.arange(8, 16),            # this rank's tokens
-        inv_freq_D2=inverse_frequencies(32, 5e5), rotary_factor=1.0, tile_size=8192,
+        inv_freq_D2=inverse_frequencies(32, 5e5), rotary_factor=1.0, tile_size=8192, store=store,
     )
 """
 
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megacp.context_parallel.engine import AttentionSettings
+from megacp.memory.store import ActivationStore
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,16 @@ class LayerContext:
     inv_freq_D2: Tensor  # float64, on the device of the hidden states
     rotary_factor: float
     tile_size: int
+    store: ActivationStore  # where the layers keep what their backward needs
 
-    def tiles(self, tokens: int) -> Iterator[tuple[int, int]]:
-        """`(start, stop)` of each tile of `tokens`; the last may be shorter."""
-        return tiles(tokens, self.tile_size)
+    @property
+    def tokens(self) -> int:
+        """T, tokens of this rank."""
+        return len(self.position_ids_T)
+
+    def tiles(self) -> Iterator[tuple[int, int]]:
+        """`(start, stop)` of each tile of the rank's tokens; the last may be shorter."""
+        return tiles(self.tokens, self.tile_size)
 
 
 def tiles(tokens: int, tile_size: int) -> Iterator[tuple[int, int]]:

@@ -32,7 +32,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config, device, dtype)
-        self.layers = nn.ModuleList(DecoderLayer(config, device, dtype) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, number, device, dtype) for number in range(config.num_layers))
         self.output_head = OutputHead(config, device, dtype)
 
     def forward(

@@ -1,6 +1,6 @@
 """One optimizer step: micro-batches forward and backward, gradients, clipping, update.
 
-    settings = StepSettings(config, schedule, attention_backend="auto", mlp_tile_size=8192, loss_tile_size=4096, clip_grad=1.0)
+    settings = StepSettings(config, schedule, store, attention_backend="auto", mlp_tile_size=8192, loss_tile_size=4096, clip_grad=1.0)
     result = train_step(model, optimizer, micro_batches, settings, device, dtype, before_update)
     result.loss, result.grad_norm                   # the mean over the unmasked tokens of the global batch; global L2 norm
 
@@ -9,6 +9,7 @@ summed. So neither layout nor accumulation nor where the masked tokens lie chang
 adds zeros.
 """
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,9 +22,12 @@ from megacp.context_parallel.head_schedule import HeadSchedule
 from megacp.data.batch import PackedBatch
 from megacp.kernels.attention import BackendChoice, Documents, select_backend
 from megacp.kernels.rotary import attention_factor, inverse_frequencies
+from megacp.memory.policy import plan_of
+from megacp.memory.store import ActivationStore, Geometry
 from megacp.model.config import ModelConfig
 from megacp.model.layer_context import LayerContext
 from megacp.model.llama import Llama
+from megacp.parallel_state import ParallelLayout
 from megacp.training.metrics import causal_pairs
 from megacp.training.optimizer import clip_grad_norm
 
@@ -34,10 +38,25 @@ class StepSettings:
 
     config: ModelConfig
     schedule: HeadSchedule
+    store: ActivationStore
     attention_backend: str
     mlp_tile_size: int
     loss_tile_size: int
     clip_grad: float
+
+
+def step_settings(
+    args: argparse.Namespace, config: ModelConfig, layout: ParallelLayout, schedule: HeadSchedule, device: torch.device,
+    dtype: torch.dtype,
+) -> StepSettings:  # fmt: skip
+    """The settings that the flags name; takes the activation store's memory. Raises ValueError when the host cannot give it."""
+    tokens = args.seq_length * args.micro_batch_size // layout.context_parallel_size
+    geometry = Geometry.of(config, schedule, tokens, args.mlp_tile_size, dtype)
+    plan = plan_of(args.activation_memory, args.recompute_granularity)
+    store = ActivationStore([plan] * config.num_layers, geometry, device)
+    return StepSettings(
+        config, schedule, store, args.attention_backend, args.mlp_tile_size, args.loss_tile_size, args.clip_grad
+    )
 
 
 @dataclass(frozen=True)
@@ -100,7 +119,7 @@ def layer_context(
     inv_freq_D2 = inverse_frequencies(config.kv_channels, config.rotary_base, config.rope_scaling, device)
     position_ids_T = batch.position_ids_T.to(device)
     factor = attention_factor(config.rope_scaling)
-    return LayerContext(attention, position_ids_T, inv_freq_D2, factor, settings.mlp_tile_size), backend
+    return LayerContext(attention, position_ids_T, inv_freq_D2, factor, settings.mlp_tile_size, settings.store), backend
 
 
 def widest_attention_call(schedule: HeadSchedule) -> tuple[int, int]:

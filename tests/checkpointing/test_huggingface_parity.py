@@ -14,6 +14,8 @@ from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.kernels.attention import Documents
 from megacp.kernels.rms_norm import rms_norm
 from megacp.kernels.rotary import attention_factor, inverse_frequencies
+from megacp.memory.policy import LayerPlan
+from megacp.memory.store import ActivationStore, Geometry
 from megacp.model.layer_context import LayerContext
 from megacp.model.llama import Llama
 from megacp.parallel_state import ParallelLayout
@@ -39,7 +41,9 @@ def _layer_context(config):
     )
     positions_T = torch.arange(rank * TOKENS // size, (rank + 1) * TOKENS // size)
     inv_freq_D2 = inverse_frequencies(config.kv_channels, config.rotary_base, config.rope_scaling)
-    return LayerContext(attention, positions_T, inv_freq_D2, attention_factor(config.rope_scaling), tile_size=37)
+    geometry = Geometry.of(config, schedule, TOKENS // size, 37, torch.float32)
+    store = ActivationStore([LayerPlan()] * config.num_layers, geometry, torch.device("cpu"))
+    return LayerContext(attention, positions_T, inv_freq_D2, attention_factor(config.rope_scaling), tile_size=37, store=store)
 
 
 @torch.no_grad()

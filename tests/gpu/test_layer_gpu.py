@@ -10,6 +10,8 @@ from megacp.context_parallel.engine import AttentionSettings
 from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.kernels.attention import Documents, select_backend
 from megacp.kernels.rotary import attention_factor, inverse_frequencies
+from megacp.memory.policy import LayerPlan
+from megacp.memory.store import ActivationStore, Geometry
 from megacp.model.layer_context import LayerContext
 from megacp.model.llama import Llama
 from tests.model.cases import TOLERANCE, relative_error, tiny_config
@@ -31,7 +33,7 @@ def config_of(heads, kv_heads, qk_layernorm=False, untied=True):
     )  # fmt: skip
 
 
-def gradients(config, dtype, heads_per_stage, cu_seqlens, backend):
+def gradients(config, dtype, heads_per_stage, cu_seqlens, backend, plan=LayerPlan()):
     """Loss and gradients of our model and of the reference, which is given the same rounded weights."""
     params = {name: p.to(dtype) for name, p in random_parameters(config, std=0.06, seed=1).items()}
     generator = torch.Generator().manual_seed(2)
@@ -51,6 +53,7 @@ def gradients(config, dtype, heads_per_stage, cu_seqlens, backend):
     context = LayerContext(
         AttentionSettings(schedule, None, documents, config.kv_channels**-0.5, backend),
         positions_T.cuda(), inverse_frequencies(config.kv_channels, config.rotary_base, None, "cuda"), attention_factor(None), 700,
+        ActivationStore([plan] * config.num_layers, Geometry.of(config, schedule, TOKENS, 700, dtype), torch.device("cuda", 0)),
     )  # fmt: skip
     loss = model(tokens_T.cuda(), labels_T.cuda(), context, 1 / 1000, 512)
     loss.backward()

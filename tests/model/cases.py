@@ -12,6 +12,8 @@ from megacp.context_parallel.engine import AttentionSettings
 from megacp.context_parallel.head_schedule import build_head_schedule, legal_heads_per_stage
 from megacp.kernels.attention import Documents
 from megacp.kernels.rotary import RopeScaling, attention_factor, inverse_frequencies
+from megacp.memory.policy import LayerPlan
+from megacp.memory.store import ActivationStore, Geometry
 from megacp.model.config import ModelConfig
 from megacp.model.layer_context import LayerContext
 
@@ -70,7 +72,8 @@ def shard(rank: int, world_size: int) -> slice:
 
 
 def layer_context(
-    config: ModelConfig, stream: Stream, heads_per_stage: int, tile_size: int, backend: str = "reference"
+    config: ModelConfig, stream: Stream, heads_per_stage: int, tile_size: int, backend: str = "reference",
+    dtype: torch.dtype = torch.float32, plan: LayerPlan = LayerPlan(),
 ) -> LayerContext:
     """What the layers are called with on this rank; the groups of `parallel_state` must exist."""
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
@@ -78,12 +81,14 @@ def layer_context(
     attention = AttentionSettings(
         schedule, parallel_state.get_ulysses_group(), Documents(stream.cu_seqlens), config.kv_channels**-0.5, backend
     )
+    geometry = Geometry.of(config, schedule, STREAM // size, tile_size, dtype)
     return LayerContext(
         attention,
         position_ids_T=stream.position_ids_S[shard(rank, size)],
         inv_freq_D2=inverse_frequencies(config.kv_channels, config.rotary_base, config.rope_scaling),
         rotary_factor=attention_factor(config.rope_scaling),
         tile_size=tile_size,
+        store=ActivationStore([plan] * config.num_layers, geometry, torch.device("cpu")),
     )
 
 

@@ -47,11 +47,11 @@ def _reference(config, stream):
 def _run_layer(config, stream, heads_per_stage, tile_size, dtype, backend):
     """Output, input gradient and weight gradients of this rank."""
     mine = shard(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
-    layer = DecoderLayer(config, dtype=dtype)
+    layer = DecoderLayer(config, 0, dtype=dtype)
     layer.load_state_dict(_layer_parameters(config))
     h_Sd, g_Sd = _hidden_and_gradient()
     h_Td = h_Sd[mine].to(dtype).requires_grad_()
-    out_Td = layer(h_Td, layer_context(config, stream, heads_per_stage, tile_size, backend))
+    out_Td = layer(h_Td, layer_context(config, stream, heads_per_stage, tile_size, backend, dtype))
     out_Td.backward(g_Sd[mine].to(dtype))
     gradients = {name: value.grad for name, value in layer.named_parameters()}
     return {"output": out_Td.detach(), "input": h_Td.grad} | gradients
@@ -117,7 +117,7 @@ def test_a_second_backward_is_refused():
 def _backward_twice(rank, world_size):
     parallel_state.initialize_model_parallel(ParallelLayout(1))
     config, stream = tiny_config(4, 1), STREAMS["documents, positions reset"]
-    layer = DecoderLayer(config)
+    layer = DecoderLayer(config, 0)
     layer.load_state_dict(_layer_parameters(config))
     out_Td = layer(_hidden_and_gradient()[0].float(), layer_context(config, stream, 4, WHOLE))
     out_Td.sum().backward(retain_graph=True)

@@ -41,7 +41,7 @@ def _run_model(config, stream, heads_per_stage, dtype):
     model.load_state_dict(random_parameters(config, STD, seed=19))
     tokens_S, labels_S = _tokens_and_labels(config)
     grad_scale = 1.0 / int((labels_S != IGNORED_LABEL).sum())
-    context = layer_context(config, stream, heads_per_stage, MLP_TILE)
+    context = layer_context(config, stream, heads_per_stage, MLP_TILE, dtype=dtype)
     loss = model(tokens_S[mine], labels_S[mine], context, grad_scale, LOSS_TILE)
     loss.backward()
     assert loss.dtype == dtype

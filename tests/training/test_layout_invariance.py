@@ -18,7 +18,7 @@ from megacp.parallel_state import ParallelLayout
 from megacp.training.loop import TrainingRun
 from megacp.training.optimizer import build_optimizer
 from megacp.training.sharding import allocate_weights, build_model
-from megacp.training.step import StepSettings
+from megacp.training.step import step_settings
 from tests.distributed import run_distributed
 from tests.reference import IGNORED_LABEL, reference_model
 
@@ -43,6 +43,8 @@ LAYOUTS = {
     "DP4": (4, "--micro-batch-size 1"),
     "C2, U = cu": (2, "--micro-batch-size 4 --context-parallel-size 2 --upipe-heads-per-stage 2"),
     "C2, U = H": (2, "--micro-batch-size 4 --context-parallel-size 2 --cp-comm-type a2a"),
+    "C2, lean": (2, "--micro-batch-size 2 --context-parallel-size 2 --activation-memory lean"),
+    "C2, attention again": (2, "--micro-batch-size 4 --context-parallel-size 2 --activation-memory host --recompute-granularity full"),
     "C4, U = cu, accumulation": (4, "--micro-batch-size 1 --context-parallel-size 4 --upipe-heads-per-stage 4"),
     "C4, U = H, accumulation 2": (4, "--micro-batch-size 2 --context-parallel-size 4 --cp-comm-type a2a"),
     "DP2, accumulation 2, balanced": (2, "--micro-batch-size 1 --balance-batches"),
@@ -100,8 +102,8 @@ def _train(rank, world_size, flags):
     schedule = build_head_schedule(
         config.num_attention_heads, config.num_query_groups, layout.ulysses_degree, args.upipe_heads_per_stage
     )
-    settings = StepSettings(config, schedule, "auto", args.mlp_tile_size, args.loss_tile_size, args.clip_grad)
     device = torch.device("cpu")
+    settings = step_settings(args, config, layout, schedule, device, torch.float32)
     model = build_model(config, parallel_state.get_data_context_mesh(), torch.float32)
     allocate_weights(model, device, args.seed)
     weights = {name: parameter.full_tensor().detach().clone() for name, parameter in model.named_parameters()}

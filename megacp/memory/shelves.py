@@ -1,0 +1,217 @@
+"""Kept tensors as the layer uses them: rows in tiles, and attention outputs by stage; on the device, or elsewhere and streamed.
+
+    rows = DeviceRows(h_Td)                               rows = RegionRows(region, h_Td, tile_size, copies)
+    rows.put(0, 8192, h_Td[0:8192])                       # keep it (device: nothing to do)
+    for (start, stop), (h_td,) in read_ahead(tiles, lambda tile: [rows.fetch(*tile)]):
+        ...                                               # h_td is there; the next tile is on its way meanwhile
+
+Both kinds answer alike, so the layer is written once. What is fetched is a view of the device's own tensor, or one of two staging
+buffers in turn: it is good until the next but one fetch.
+
+Letters: T tokens of the rank, t of a tile, C ranks of the Ulysses group, n query heads of a stage for one rank, D head dim.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megacp.memory.copies import Copies
+from megacp.memory.host_region import Pending
+
+Step = TypeVar("Step")
+Tiles = list[tuple[int, int]]
+
+
+def read_ahead(steps: Iterable[Step], fetch: Callable[[Step], list[Pending]]) -> Iterator[tuple[Step, list[Tensor]]]:
+    """Yields each step with what it fetched, having started the fetch of the next one."""
+    waiting = None
+    for step in steps:
+        fetched = fetch(step)
+        if waiting is not None:
+            yield waiting[0], [pending.wait() for pending in waiting[1]]
+        waiting = step, fetched
+    if waiting is not None:
+        yield waiting[0], [pending.wait() for pending in waiting[1]]
+
+
+class DeviceRows:
+    """A tensor on the device, read by rows."""
+
+    def __init__(self, rows: Tensor):
+        self._rows = rows
+
+    def fetch(self, start: int, stop: int) -> Pending:
+        return Pending(self._rows[start:stop])
+
+
+class RegionRows:
+    """Rows in a region, each tile a block; reads go through two staging buffers of `tile_size` rows."""
+
+    def __init__(self, region, like: Tensor, tile_size: int, copies: Copies):
+        self._region, self._copies = region, copies
+        self._staging = _Staging(lambda: like.new_empty((min(tile_size, len(like)), *like.shape[1:])))
+        self._row_bytes = like[:1].nbytes
+
+    def put(self, start: int, stop: int, source: Tensor) -> Pending:
+        """Starts keeping rows `[start, stop)`; `source` may change once the result was waited for."""
+        return self._region.write(start, start * self._row_bytes, source, self._copies)
+
+    def fetch(self, start: int, stop: int) -> Pending:
+        buffer = self._staging.next()[: stop - start]
+        return self._region.read(start, start * self._row_bytes, buffer, self._copies)
+
+
+class DeviceStages:
+    """Attention outputs, or their gradients, on the device: one `[C, T, n, D]` a stage."""
+
+    def __init__(self, num_stages: int, new_stage: Callable[[], Tensor]):
+        self._stages: list[Tensor | None] = [None] * num_stages
+        self._new_stage = new_stage
+
+    def put(self, stage: int, x_CTnD: Tensor) -> None:
+        self._stages[stage] = x_CTnD
+
+    def put_tile(self, stage: int, start: int, stop: int, x_CtnD: Tensor) -> None:
+        if self._stages[stage] is None:
+            self._stages[stage] = self._new_stage()
+        self._stages[stage][:, start:stop] = x_CtnD
+
+    def fetch(self, stage: int) -> Pending:
+        """The whole stage, for the last time: its memory is the caller's now."""
+        x_CTnD, self._stages[stage] = self._stages[stage], None
+        return Pending(x_CTnD)
+
+    def fetch_tile(self, stage: int, start: int, stop: int) -> Pending:
+        return Pending(self._stages[stage][:, start:stop])
+
+    def flush(self) -> None:
+        """Nothing is on its way."""
+
+
+class RegionStages:
+    """The same in a region. A block is one rank's part of one tile of one stage, `[t, n, D]`, contiguous everywhere."""
+
+    def __init__(self, region, num_stages: int, new_stage: Callable[[], Tensor], tiles: Tiles, copies: Copies):
+        self._region, self._copies, self._tiles, self._new_stage = region, copies, tiles, new_stage
+        like_CTnD = torch.empty_like(new_stage(), device="meta")
+        self._stage_bytes, self._rank_bytes, self._token_bytes = (x.nbytes for x in (like_CTnD, like_CTnD[0], like_CTnD[0, 0]))
+        widest = max(stop - start for start, stop in tiles)
+        tile_shape = (like_CTnD.shape[0], widest, *like_CTnD.shape[2:])
+
+        def staging() -> _Staging:
+            return _Staging(lambda: torch.empty(tile_shape, dtype=like_CTnD.dtype, device=copies.device))
+
+        self._reading, self._writing = ([staging() for _ in range(num_stages)] for _ in range(2))
+        self._leaving: list[Pending] = []  # whole stages whose copies may still run
+        self._tiles_leaving: dict[int, list[list[Pending]]] = {}
+
+    def put(self, stage: int, x_CTnD: Tensor) -> None:
+        """Starts keeping a stage. The one before is waited for, so at most one stage is on its way out."""
+        self.flush()
+        for start, stop in self._tiles:
+            self._leaving += self._write(stage, start, stop, x_CTnD[:, start:stop])
+
+    def put_tile(self, stage: int, start: int, stop: int, x_CtnD: Tensor) -> None:
+        leaving = self._tiles_leaving.setdefault(stage, [])
+        if len(leaving) == 2:  # the staging buffer that comes next was written out two tiles ago
+            for pending in leaving.pop(0):
+                pending.wait()
+        buffer_CtnD = _first_tokens(self._writing[stage].next(), stop - start)
+        buffer_CtnD.copy_(x_CtnD)
+        leaving.append(self._write(stage, start, stop, buffer_CtnD))
+
+    def fetch(self, stage: int) -> Pending:
+        x_CTnD = self._new_stage()
+        parts = [part for start, stop in self._tiles for part in self._read(stage, start, stop, x_CTnD[:, start:stop])]
+        return _all(parts, x_CTnD)
+
+    def fetch_tile(self, stage: int, start: int, stop: int) -> Pending:
+        buffer_CtnD = _first_tokens(self._reading[stage].next(), stop - start)
+        return _all(self._read(stage, start, stop, buffer_CtnD), buffer_CtnD)
+
+    def flush(self) -> None:
+        """Everything put so far may be overwritten or freed by the current stream's coming work."""
+        pending = self._leaving + [part for tiles in self._tiles_leaving.values() for parts in tiles for part in parts]
+        for part in pending:
+            part.wait()
+        self._leaving, self._tiles_leaving = [], {}
+
+    def _write(self, stage: int, start: int, stop: int, x_CtnD: Tensor) -> list[Pending]:
+        return [
+            self._region.write((stage, rank, start), self._offset(stage, rank, start), x_tnD, self._copies)
+            for rank, x_tnD in enumerate(x_CtnD)
+        ]
+
+    def _read(self, stage: int, start: int, stop: int, out_CtnD: Tensor) -> list[Pending]:
+        return [
+            self._region.read((stage, rank, start), self._offset(stage, rank, start), out_tnD, self._copies)
+            for rank, out_tnD in enumerate(out_CtnD)
+        ]
+
+    def _offset(self, stage: int, rank: int, start: int) -> int:
+        return stage * self._stage_bytes + rank * self._rank_bytes + start * self._token_bytes
+
+
+RowShelf = DeviceRows | RegionRows
+StageShelf = DeviceStages | RegionStages
+
+
+class DeviceBlocks:
+    """Whole tensors by number, such as a stage's log-sum-exp, on the device."""
+
+    def __init__(self):
+        self._blocks: dict[int, Tensor] = {}
+
+    def put(self, number: int, block: Tensor) -> None:
+        self._blocks[number] = block
+
+    def fetch(self, number: int) -> Pending:
+        """The block, for the last time."""
+        return Pending(self._blocks.pop(number))
+
+
+class RegionBlocks:
+    """The same in a region; all blocks have the shape of `new_block()`."""
+
+    def __init__(self, region, new_block: Callable[[], Tensor], copies: Copies):
+        self._region, self._new_block, self._copies = region, new_block, copies
+        self._leaving: Pending | None = None
+
+    def put(self, number: int, block: Tensor) -> None:
+        if self._leaving is not None:
+            self._leaving.wait()
+        self._leaving = self._region.write(number, number * block.nbytes, block, self._copies)
+
+    def fetch(self, number: int) -> Pending:
+        block = self._new_block()
+        return self._region.read(number, number * block.nbytes, block, self._copies)
+
+
+class _Staging:
+    """Two buffers in turn, made at the first use."""
+
+    def __init__(self, make: Callable[[], Tensor]):
+        self._make, self._buffers, self._turn = make, [], 0
+
+    def next(self) -> Tensor:
+        if len(self._buffers) < 2:
+            self._buffers.append(self._make())
+            return self._buffers[-1]
+        self._turn ^= 1
+        return self._buffers[self._turn ^ 1]
+
+
+def _first_tokens(buffer_CtnD: Tensor, tokens: int) -> Tensor:
+    """A contiguous `[C, tokens, n, D]` at the front of a wider buffer."""
+    ranks, _, heads, head_dim = buffer_CtnD.shape
+    return buffer_CtnD.flatten()[: ranks * tokens * heads * head_dim].view(ranks, tokens, heads, head_dim)
+
+
+def _all(parts: list[Pending], whole: Tensor) -> Pending:
+    def wait():
+        for part in parts:
+            part.wait()
+
+    return Pending(whole, wait)

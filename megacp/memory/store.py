@@ -1,0 +1,165 @@
+"""The activation store: room for what every layer keeps between forward and backward, taken once for the run.
+
+    geometry = Geometry.of(config, schedule, tokens=131072, tile_size=8192, dtype=torch.bfloat16)
+    store = ActivationStore([PLANS["lean"]] * 32, geometry, device)
+    kept = store.keep(3, h_Td)                 # at the layer's forward: shelves for h, outputs, lse by the layer's plan
+    ...
+    kept.check()                               # at its backward: nobody wrote over it since
+
+A layer's room is written in each forward and read in the backward that follows; a second forward before it would overwrite what
+the first kept, which `check` refuses.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacp.context_parallel.head_schedule import HeadSchedule
+from megacp.memory.copies import Copies
+from megacp.memory.host_region import HostPool, Pending, padded
+from megacp.memory.policy import GPU, HOST, LayerPlan
+from megacp.memory.shelves import DeviceBlocks, DeviceRows, DeviceStages, RegionBlocks, RegionRows, RegionStages, Tiles
+from megacp.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shapes of one rank's activations. T tokens, C ranks of the Ulysses group, n query heads of a stage on a rank."""
+
+    tokens: int
+    hidden_size: int
+    num_stages: int
+    ulysses_degree: int
+    stage_heads: int
+    head_dim: int
+    tile_size: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: ModelConfig, schedule: HeadSchedule, tokens: int, tile_size: int, dtype: torch.dtype) -> "Geometry":
+        """Of a model's layer under `schedule`, with `tokens` on this rank."""
+        heads = schedule.heads_per_stage // schedule.ulysses_degree
+        return cls(
+            tokens, config.hidden_size, len(schedule.stages), schedule.ulysses_degree, heads, config.kv_channels, tile_size, dtype
+        )
+
+    @property
+    def stage_shape(self) -> tuple[int, int, int, int]:
+        return self.ulysses_degree, self.tokens, self.stage_heads, self.head_dim
+
+    @property
+    def lse_dtype(self) -> torch.dtype:
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def tiles(self) -> Tiles:
+        return [(a, min(a + self.tile_size, self.tokens)) for a in range(0, self.tokens, self.tile_size)]
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes of a tensor of a `LayerPlan` on this rank."""
+        if name in ("h", "residual_grad"):
+            return self.tokens * self.hidden_size * self.dtype.itemsize
+        heads = self.num_stages * self.stage_heads * self.ulysses_degree * self.tokens
+        return heads * (self.lse_dtype.itemsize if name == "lse" else self.head_dim * self.dtype.itemsize)
+
+
+KEPT, SCRATCH = ("h", "output", "lse"), ("residual_grad", "output_grad")
+
+
+def planned_bytes(plans: list[LayerPlan], geometry: Geometry, place: str) -> int:
+    """Bytes that `plans` put on `place` ("gpu", "host", "disk"); what lives during one layer's backward counts once."""
+    kept = sum(padded(geometry.bytes_of(name)) for plan in plans for name in KEPT if getattr(plan, name) == place)
+    scratch = (padded(geometry.bytes_of(name)) for name in SCRATCH if any(getattr(plan, name) == place for plan in plans))
+    return kept + sum(scratch)
+
+
+class ActivationStore:
+    """One per run and rank; `plans` has a plan a layer. Raises ValueError when the host cannot give the memory."""
+
+    def __init__(self, plans: list[LayerPlan], geometry: Geometry, device: torch.device):
+        self.plans, self.geometry = plans, geometry
+        self.copies = Copies(device)
+        pool = HostPool(planned_bytes(plans, geometry, HOST), pinned=device.type == "cuda")
+        self._regions = {
+            (layer, name): pool.take(geometry.bytes_of(name))
+            for layer, plan in enumerate(plans)
+            for name in KEPT
+            if getattr(plan, name) == HOST
+        }
+        self._scratch = {
+            name: pool.take(geometry.bytes_of(name)) for name in SCRATCH if any(getattr(plan, name) == HOST for plan in plans)
+        }
+        self._forwards = [0] * len(plans)
+
+    def keep(self, layer: int, h_Td: Tensor) -> "KeptActivations":
+        """Room for what `layer` keeps in the forward that begins now; starts keeping its input."""
+        self._forwards[layer] += 1
+        return KeptActivations(self, layer, h_Td)
+
+    def forwards(self, layer: int) -> int:
+        return self._forwards[layer]
+
+    def region(self, layer: int, name: str):
+        """Where `name` of `layer` lies; None: on the device."""
+        return self._regions.get((layer, name))
+
+    def residual_rows(self, g_Td: Tensor) -> RegionRows:
+        """Scratch of one layer's backward for the residual gradient."""
+        return RegionRows(self._scratch["residual_grad"], g_Td, self.geometry.tile_size, self.copies)
+
+    def output_grads(self, plan: LayerPlan) -> DeviceStages | RegionStages:
+        """Room for the gradients of one layer's attention outputs, during its backward."""
+        return self.stages(None if plan.output_grad == GPU else self._scratch["output_grad"])
+
+    def stages(self, region) -> DeviceStages | RegionStages:
+        g = self.geometry
+
+        def new_stage() -> Tensor:
+            return torch.empty(g.stage_shape, dtype=g.dtype, device=self.copies.device)
+
+        if region is None:
+            return DeviceStages(g.num_stages, new_stage)
+        return RegionStages(region, g.num_stages, new_stage, g.tiles, self.copies)
+
+    def log_sum_exps(self, region) -> DeviceBlocks | RegionBlocks:
+        g = self.geometry
+
+        def new_block() -> Tensor:
+            return torch.empty(g.stage_heads, g.tokens * g.ulysses_degree, dtype=g.lse_dtype, device=self.copies.device)
+
+        return DeviceBlocks() if region is None else RegionBlocks(region, new_block, self.copies)
+
+
+class KeptActivations:
+    """What one forward of one layer keeps: shelves `h` (rows), `outputs` (stages) and `lse` (a block a stage)."""
+
+    def __init__(self, store: ActivationStore, layer: int, h_Td: Tensor):
+        self._store, self._layer, self._forward = store, layer, store.forwards(layer)
+        self.plan = store.plans[layer]
+        self.outputs = store.stages(store.region(layer, "output"))
+        self.lse = store.log_sum_exps(store.region(layer, "lse"))
+        self._leaving: dict[int, Pending] = {}
+        if self.plan.h == GPU:
+            self.h = DeviceRows(h_Td.detach())
+        else:
+            self.h = RegionRows(store.region(layer, "h"), h_Td, store.geometry.tile_size, store.copies)
+            self._leaving = {a: self.h.put(a, b, h_Td[a:b]) for a, b in store.geometry.tiles}
+
+    @property
+    def input_is_free(self) -> bool:
+        """Whether the layer may overwrite its input, tile by tile, each after `wait_for_tile`."""
+        return self.plan.h != GPU
+
+    def wait_for_tile(self, start: int) -> None:
+        """The tile of the input that begins at `start` is kept elsewhere for all work enqueued from now on."""
+        if self._leaving:
+            self._leaving.pop(start).wait()
+
+    def check(self) -> None:
+        """Raises RuntimeError when another forward of the layer took the room since."""
+        if self._store.forwards(self._layer) != self._forward and self.plan != LayerPlan():
+            raise RuntimeError(
+                f"layer {self._layer} ran forward again before its backward: what it had kept is overwritten; "
+                "run backward after each forward"
+            )

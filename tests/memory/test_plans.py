@@ -1,0 +1,82 @@
+"""Where activations live changes no number: loss and every gradient are equal bit by bit under every plan, on 1 and 2 ranks."""
+
+import itertools
+
+import pytest
+import torch
+
+from megacp import parallel_state
+from megacp.memory.policy import DISK, GPU, HOST, RECOMPUTE, LayerPlan
+from megacp.model.llama import Llama
+from megacp.parallel_state import ParallelLayout
+from tests.distributed import run_distributed
+from tests.model.cases import STREAM, STREAMS, layer_context, shard, tiny_config
+from tests.reference import random_parameters
+
+TILE = 11  # divides no number of tokens here
+HOST_PLANS = [
+    LayerPlan(h, output, output if output == RECOMPUTE else lse, residual_grad, output_grad)
+    for h, output, lse, residual_grad, output_grad in itertools.product(
+        (GPU, HOST), (GPU, HOST, RECOMPUTE), (GPU, HOST), (GPU, HOST), (GPU, HOST)
+    )
+    if output != RECOMPUTE or lse == GPU
+]
+
+
+def _gradients(config, heads_per_stage, plan, micro_batches):
+    """Losses and gradients of a model that sees `micro_batches` streams, one after the other, over one store."""
+    mine = shard(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
+    model = Llama(config)
+    model.load_state_dict(random_parameters(config, 0.2, seed=3))
+    context = layer_context(config, STREAMS["documents, positions reset"], heads_per_stage, TILE, plan=plan)
+    losses = []
+    for number in range(micro_batches):
+        generator = torch.Generator().manual_seed(number)
+        tokens_S, labels_S = torch.randint(config.vocab_size, (2, STREAM), generator=generator).unbind(0)
+        loss = model(tokens_S[mine], labels_S[mine], context, 1 / STREAM, 13)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses + [parameter.grad for parameter in model.parameters()]
+
+
+def _all_equal(rank, world_size, heads, kv_heads, heads_per_stage, plans):
+    parallel_state.initialize_model_parallel(ParallelLayout(world_size, world_size))
+    config = tiny_config(heads, kv_heads, qk_layernorm=True)
+    expected = _gradients(config, heads_per_stage, LayerPlan(), micro_batches=2)
+    for plan in plans:
+        ours = _gradients(config, heads_per_stage, plan, micro_batches=2)
+        unequal = [number for number, (a, b) in enumerate(zip(ours, expected)) if not torch.equal(a, b)]
+        assert not unequal, (plan, unequal)
+    return len(plans)
+
+
+@pytest.mark.parametrize(
+    "world_size, heads, kv_heads, heads_per_stage, plans",
+    [(1, 8, 2, 4, HOST_PLANS), (2, 12, 4, 4, HOST_PLANS[::5]), (2, 4, 1, 4, HOST_PLANS[2::5])],
+)
+def test_every_plan_gives_the_same_bits(world_size, heads, kv_heads, heads_per_stage, plans):
+    assert run_distributed(_all_equal, world_size, heads, kv_heads, heads_per_stage, plans) == [len(plans)] * world_size
+
+
+def _forward_twice(rank, world_size):
+    parallel_state.initialize_model_parallel(ParallelLayout(world_size, world_size))
+    config = tiny_config(8, 2, num_layers=1)
+    model = Llama(config)
+    model.load_state_dict(random_parameters(config, 0.2, seed=3))
+    context = layer_context(config, STREAMS["documents, positions reset"], 2, TILE, plan=LayerPlan(h=HOST))
+    tokens_S = torch.arange(STREAM) % config.vocab_size
+    first = model(tokens_S, tokens_S, context, 1.0, 13)
+    model(tokens_S.flip(0), tokens_S, context, 1.0, 13)
+    first.backward()
+
+
+def test_a_second_forward_before_the_backward_is_refused():
+    with pytest.raises(AssertionError, match="layer 0 ran forward again before its backward"):
+        run_distributed(_forward_twice, 1)
+
+
+def test_places_that_a_tensor_cannot_have_are_refused():
+    with pytest.raises(ValueError, match="lse cannot live on disk; gpu, host, recompute can"):
+        LayerPlan(lse=DISK)
+    with pytest.raises(ValueError, match="recomputed together"):
+        LayerPlan(output=RECOMPUTE)
