@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=64, low_freq_factor=1.0, high_freq_factor=4.0)
-YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=16.0, beta_slow=1.0)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128, beta_fast=4.0, beta_slow=1.0)
 DEFAULT = dict(rope_type="default")
 # Name: (family, tied embeddings, scaling). Qwen3's heads are wider than hidden size / heads: 8 x 16 over 48.
 MODELS = {

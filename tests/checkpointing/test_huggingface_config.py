@@ -1,12 +1,13 @@
 """config.json in and out: published ones, both dialects of rotary positions, and every refusal naming what it refuses."""
 
 import json
+import math
 
 import pytest
 import torch
 
 from megacp.checkpointing.huggingface_config import config_from_hugging_face, config_to_hugging_face, model_config
-from megacp.checkpointing.model_weights import PretrainedError
+from megacp.checkpointing.model_weights import PretrainedError, weight_shapes
 from megacp.kernels.rotary import RopeScaling
 from megacp.model.config import PRESETS
 from tests.checkpointing.pretrained_models import DEFAULT, LLAMA3, YARN, transformers
@@ -47,6 +48,17 @@ def test_published_models():
     old = config_from_hugging_face(LLAMA_2_7B, "llama-2")
     assert (old.num_query_groups, old.kv_channels, old.rotary_base, old.rope_scaling) == (32, 128, 10000.0, None)
     assert old.parameter_count() == 6_738_415_616 and old.untie_embeddings_and_output_weights
+
+
+@pytest.mark.parametrize("values, tensors, size", [
+    (LLAMA_31_8B, 291, 16_060_522_496),
+    (QWEN3_8B, 399, 16_381_470_720),
+    (dict(QWEN3_8B, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64), 707, 65_524_246_528),
+], ids=["Llama-3.1-8B", "Qwen3-8B", "Qwen3-32B"])  # fmt: skip
+def test_published_tensors_and_bytes(values, tensors, size):
+    """metadata.total_size of the published indices, bf16."""
+    shapes = weight_shapes(config_from_hugging_face(values, "x"))
+    assert len(shapes) == tensors and sum(2 * math.prod(shape) for shape in shapes.values()) == size
 
 
 def test_both_dialects_are_one_model():

@@ -48,6 +48,17 @@ def test_the_library_reads_what_is_written(tmp_path, max_bytes, files):
         assert index["weight_map"].keys() == tensors.keys()
 
 
+def test_data_lies_at_multiples_of_its_item_size(tmp_path):
+    """So that a reader may map it where it lies."""
+    tensors = _tensors()
+    _write(tmp_path, tensors, 10**9)
+    data = (tmp_path / SINGLE).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    places = {name: 8 + length + header[name]["data_offsets"][0] for name in tensors}
+    assert all(place % tensors[name].element_size() == 0 for name, place in places.items()), places
+
+
 def test_shards_are_as_full_as_they_can_be():
     info = TensorInfo((10,), torch.float32)
     big = TensorInfo((100,), torch.float32)
