@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megacp.kernels.attention.documents import Documents
+from megacp.kernels.attention.documents import DocumentRun, Documents
 
 OFFSET_LIMIT = 2**31  # elements
 PADDING = 128  # tokens by which kernels pad each document in their accumulators
@@ -40,13 +40,13 @@ def forward_in_calls(kernel: Forward, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tenso
     row = _row_elements(q_SHD, k_SKD, v_SKD)
     if _fits(documents, row):
         return kernel(q_SHD, k_SKD, v_SKD, documents, scale)
-    total, heads, head_dim = q_SHD.shape
+    queries, heads, head_dim = q_SHD.shape
     group = heads // k_SKD.shape[1]
-    o_SHD = torch.empty(total, heads, head_dim, dtype=q_SHD.dtype, device=q_SHD.device)
-    lse_HS = torch.empty(heads, total, dtype=torch.float32, device=q_SHD.device)
-    for run in documents.runs((OFFSET_LIMIT - 1) // row, PADDING):
-        tokens = slice(run.start, run.stop)
-        q, k, v = q_SHD[tokens], k_SKD[tokens], v_SKD[tokens]
+    o_SHD = torch.empty(queries, heads, head_dim, dtype=q_SHD.dtype, device=q_SHD.device)
+    lse_HS = torch.empty(heads, queries, dtype=torch.float32, device=q_SHD.device)
+    for run in _runs(documents, queries, row):
+        keys, tokens = slice(run.start, run.stop), slice(min(run.start, queries), min(run.stop, queries))
+        q, k, v = q_SHD[tokens], k_SKD[keys], v_SKD[keys]
         if _fits(run.documents, row):
             o_SHD[tokens], lse_HS[:, tokens] = kernel(q, k, v, run.documents, scale)
             continue
@@ -65,12 +65,12 @@ def backward_in_calls(kernel: Backward, do_SHD: Tensor, q_SHD: Tensor, k_SKD: Te
     dq_SHD, dk_SKD, dv_SKD = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q_SHD, k_SKD, v_SKD))
     kv_heads = k_SKD.shape[1]
     group = q_SHD.shape[1] // kv_heads
-    for run in documents.runs((OFFSET_LIMIT - 1) // row, PADDING):
-        tokens = slice(run.start, run.stop)
-        do, q, k, v, o = do_SHD[tokens], q_SHD[tokens], k_SKD[tokens], v_SKD[tokens], o_SHD[tokens]
+    for run in _runs(documents, len(q_SHD), row):
+        keys, tokens = slice(run.start, run.stop), slice(min(run.start, len(q_SHD)), min(run.stop, len(q_SHD)))
+        do, q, k, v, o = do_SHD[tokens], q_SHD[tokens], k_SKD[keys], v_SKD[keys], o_SHD[tokens]
         lse = lse_HS[:, tokens].contiguous()
         if _fits(run.documents, row):
-            dq_SHD[tokens], dk_SKD[tokens], dv_SKD[tokens] = kernel(do, q, k, v, o, lse, run.documents, scale)
+            dq_SHD[tokens], dk_SKD[keys], dv_SKD[keys] = kernel(do, q, k, v, o, lse, run.documents, scale)
             continue
         for kv_head in range(kv_heads):
             k_1, v_1 = _one_head(kv_head, k), _one_head(kv_head, v)
@@ -81,8 +81,15 @@ def backward_in_calls(kernel: Backward, do_SHD: Tensor, q_SHD: Tensor, k_SKD: Te
                 dq_SHD[tokens, head:head + 1] = dq
                 dk_sum += dk
                 dv_sum += dv
-            dk_SKD[tokens, kv_head:kv_head + 1], dv_SKD[tokens, kv_head:kv_head + 1] = dk_sum, dv_sum
+            dk_SKD[keys, kv_head:kv_head + 1], dv_SKD[keys, kv_head:kv_head + 1] = dk_sum, dv_sum
     return dq_SHD, dk_SKD, dv_SKD
+
+
+def _runs(documents: Documents, queries: int, row: int) -> list[DocumentRun]:
+    """Runs of documents that fit, or the whole where only the last tokens of the stream have a query."""
+    if queries < documents.total:
+        return [DocumentRun(0, documents.total, documents)]
+    return documents.runs((OFFSET_LIMIT - 1) // row, PADDING)
 
 
 def _row_elements(*tensors: Tensor) -> int:

@@ -45,8 +45,10 @@ class BackendChoice:
 
 
 def select_backend(requested: str, device: torch.device | str, dtype: torch.dtype, head_dim: int, q_heads: int, kv_heads: int,
-                   documents: Documents) -> BackendChoice:
+                   documents: Documents, query_chunks: bool = False) -> BackendChoice:
     """The requested backend if it can serve, or for "auto" the fastest that can.
+
+    `query_chunks`: it will be given queries of the last tokens of a stream only.
 
     Raises ValueError that names --attention-backend, why it cannot serve, and those that can.
     """
@@ -58,15 +60,15 @@ def select_backend(requested: str, device: torch.device | str, dtype: torch.dtyp
         raise ValueError(f"--attention-backend {requested} is unknown; auto, {', '.join(BACKENDS)} are known")
     setting = f"{probe.device_name(device)}, {str(dtype).removeprefix('torch.')}, head dim {head_dim}"
     if requested != "auto":
-        refused = _refusal(requested, device, dtype, head_dim, documents)
+        refused = _refusal(requested, device, dtype, head_dim, documents, query_chunks)
         if refused:
-            accepted = [name for name in BACKENDS if not _refusal(name, device, dtype, head_dim, documents)]
+            accepted = [name for name in BACKENDS if not _refusal(name, device, dtype, head_dim, documents, query_chunks)]
             raise ValueError(f"--attention-backend {requested} cannot serve ({setting}): {refused};"
                              f" auto or {', '.join(accepted)} can")
         return BackendChoice(requested, f"{requested}: asked for ({setting})")
     passed_over = []
     for name in AUTO_ORDER:
-        refused = _refusal(name, device, dtype, head_dim, documents) or _too_slow(name, documents)
+        refused = _refusal(name, device, dtype, head_dim, documents, query_chunks) or _too_slow(name, documents)
         if refused is None:
             reason = f"{name}: the fastest that serves {setting}"
             return BackendChoice(name, "; ".join([reason, *passed_over]))
@@ -79,7 +81,8 @@ def attention_forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Do
     """softmax(scale * q k^T) v, causal inside each document; query head h reads key/value head h // (H / K).
 
     Returns o_SHD in the dtype of q and lse_HS, the natural logarithm of each row's sum of exponentials, fp32 (float64 for
-    float64 inputs). Inputs may be views with any strides over tokens and heads; the last dimension is contiguous.
+    float64 inputs). Inputs may be views with any strides over tokens and heads; the last dimension is contiguous. q may be
+    the last tokens of the stream only, from anywhere in its first document on; `documents` are the borders of k and v.
     """
     _check(q_SHD, k_SKD, v_SKD, documents)
     return BACKENDS[backend].forward(q_SHD, k_SKD, v_SKD, documents, scale)
@@ -95,7 +98,10 @@ def attention_backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tens
     return BACKENDS[backend].backward(do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, documents, scale)
 
 
-def _refusal(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, documents: Documents) -> str | None:
+def _refusal(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, documents: Documents,
+             query_chunks: bool) -> str | None:
+    if query_chunks and name == "cudnn":
+        return "its causal mask begins at the first key, so it cannot serve --upipe-query-chunk"
     refused = BACKENDS[name].refusal(device, dtype, head_dim)
     if refused is None and device.type == "cuda" and name != "reference":
         return calls.offset_refusal(documents, head_dim)
@@ -110,12 +116,15 @@ def _too_slow(name: str, documents: Documents) -> str | None:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> None:
-    fits = q.dim() == 3 and k.dim() == 3 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[2] == k.shape[2]
+    fits = q.dim() == 3 and k.dim() == 3 and k.shape == v.shape and q.shape[0] <= k.shape[0] and q.shape[2] == k.shape[2]
     if not fits or q.shape[1] % k.shape[1]:
-        raise ValueError(f"attention takes q [S, H, D] and k, v [S, K, D] with K dividing H, not {list(q.shape)},"
+        raise ValueError(f"attention takes q [S, H, D] and k, v [S, K, D] with K dividing H, q no longer than k, not {list(q.shape)},"
                          f" {list(k.shape)} and {list(v.shape)}")
-    if q.shape[0] != documents.total:
-        raise ValueError(f"documents of {documents.total} tokens do not fit a stream of {q.shape[0]} tokens")
+    if k.shape[0] != documents.total:
+        raise ValueError(f"documents of {documents.total} tokens do not fit a stream of {k.shape[0]} tokens")
+    if k.shape[0] - q.shape[0] >= documents.cu_seqlens[1]:
+        raise ValueError(f"the queries are the last {q.shape[0]} of {k.shape[0]} tokens, past the first document's end"
+                         f" {documents.cu_seqlens[1]}; leave out the keys that none of them sees")
     if any(t.stride(-1) != 1 for t in (q, k, v)):
         raise ValueError(f"attention needs the head dim contiguous; its strides are {q.stride(-1)}, {k.stride(-1)} and"
                          f" {v.stride(-1)} in q, k and v, call contiguous() first")

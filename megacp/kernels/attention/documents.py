@@ -11,6 +11,7 @@ Causal attention costs about sum_squares / 2 query-key pairs, which is what FLOP
 the host, so no kernel launch has to wait for a copy from the device.
 """
 
+import bisect
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ class Documents:
     """Borders of the documents of one stream: 0 first, strictly increasing, the length of the stream last."""
 
     cu_seqlens: tuple[int, ...]
-    _device_copies: dict[torch.device, Tensor] = dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
+    _device_copies: dict[tuple[torch.device, int], Tensor] = dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         borders = self.cu_seqlens
@@ -57,15 +58,28 @@ class Documents:
         """(start, stop) of each document, in order."""
         return zip(self.cu_seqlens, self.cu_seqlens[1:])
 
-    def device_cu_seqlens(self, device: torch.device | str) -> Tensor:
-        """The borders as an int32 tensor on `device`, copied there once."""
+    def device_cu_seqlens(self, device: torch.device | str, queries: int | None = None) -> Tensor:
+        """The borders as an int32 tensor on `device`, copied there once; of the last `queries` tokens when given.
+
+        Documents((0, 3, 4, 8)) has (0, 3, 4, 8), and for its last 6 tokens (0, 1, 2, 6).
+        """
         if self.total >= INT32_LIMIT:
-            raise ValueError(f"a stream of {self.total} tokens does not fit the kernels' int32 borders; fewer than"
-                             f" {INT32_LIMIT} tokens do")
-        device = torch.device(device)
-        if device not in self._device_copies:
-            self._device_copies[device] = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=device)
-        return self._device_copies[device]
+            raise ValueError(f"a stream of {self.total} tokens does not fit the kernels' int32 borders; below {INT32_LIMIT} does")
+        device, before = torch.device(device), 0 if queries is None else self.total - queries
+        if (device, before) not in self._device_copies:
+            borders = [max(border - before, 0) for border in self.cu_seqlens]
+            self._device_copies[device, before] = torch.tensor(borders, dtype=torch.int32, device=device)
+        return self._device_copies[device, before]
+
+    def of_rows(self, start: int, stop: int) -> tuple[int, "Documents"]:
+        """What the queries `[start, stop)` can see: the first key, and the borders from there to `stop`.
+
+        Documents((0, 3, 4, 8)).of_rows(5, 7) is (4, Documents((0, 3))): tokens 5 and 6 see keys from 4 on.
+        """
+        first = bisect.bisect_right(self.cu_seqlens, start) - 1
+        last = bisect.bisect_left(self.cu_seqlens, stop)
+        origin = self.cu_seqlens[first]
+        return origin, Documents((*(border - origin for border in self.cu_seqlens[first:last]), stop - origin))
 
     def runs(self, limit: int, padding: int) -> list["DocumentRun"]:
         """Whole documents gathered, in order, into runs of at most `limit` tokens, counting `padding` more per document.

@@ -31,7 +31,7 @@ def backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_SHD:
 def _forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor]:
     from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
 
-    o_SHD, lse_HS, *_ = _flash_attn_varlen_forward(q_SHD, k_SKD, v_SKD, **_settings(documents, q_SHD.device, scale),
+    o_SHD, lse_HS, *_ = _flash_attn_varlen_forward(q_SHD, k_SKD, v_SKD, **_settings(documents, q_SHD, scale),
                                                    return_softmax=False)
     return o_SHD, lse_HS
 
@@ -42,12 +42,13 @@ def _backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_SHD
 
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q_SHD, k_SKD, v_SKD))
     _flash_attn_varlen_backward(do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, dq, dk, dv,
-                                **_settings(documents, q_SHD.device, scale), deterministic=False)
+                                **_settings(documents, q_SHD, scale), deterministic=False)
     return dq, dk, dv
 
 
-def _settings(documents: Documents, device: torch.device, scale: float) -> dict:
+def _settings(documents: Documents, q_SHD: Tensor, scale: float) -> dict:
     """What both directions take. At a longest document of 1 the kernel would swap heads and tokens for decoding."""
-    borders, longest = documents.device_cu_seqlens(device), max(2, documents.max_seqlen)
-    return dict(cu_seqlens_q=borders, cu_seqlens_k=borders, max_seqlen_q=longest, max_seqlen_k=longest, dropout_p=0.0,
+    queries, keys = documents.device_cu_seqlens(q_SHD.device, len(q_SHD)), documents.device_cu_seqlens(q_SHD.device)
+    longest = max(2, documents.max_seqlen)
+    return dict(cu_seqlens_q=queries, cu_seqlens_k=keys, max_seqlen_q=longest, max_seqlen_k=longest, dropout_p=0.0,
                 softmax_scale=scale, causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None)

@@ -35,7 +35,7 @@ def _forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents, 
         o, lse, *_ = _flash_attn_fwd(q_SHD[None], k_SKD[None], v_SKD[None], softmax_scale=scale, causal=True, return_lse=True)
         return o[0], lse[0]
     o_SHD, lse_HS, *_ = _flash_attn_fwd(q_SHD, k_SKD, v_SKD, softmax_scale=scale, causal=True, return_lse=True,
-                                        **_borders(documents, q_SHD.device))
+                                        **_borders(documents, q_SHD))
     return o_SHD, lse_HS
 
 
@@ -48,10 +48,11 @@ def _backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_SHD
                                      softmax_scale=scale, causal=True)
         return dq[0], dk[0], dv[0]
     return _flash_attn_bwd(q_SHD, k_SKD, v_SKD, o_SHD, do_SHD, lse_HS, softmax_scale=scale, causal=True,
-                           **_borders(documents, q_SHD.device))
+                           **_borders(documents, q_SHD))
 
 
-def _borders(documents: Documents, device: torch.device) -> dict[str, Tensor | int]:
-    borders = documents.device_cu_seqlens(device)
-    return dict(cu_seqlens_q=borders, cu_seqlens_k=borders, max_seqlen_q=documents.max_seqlen,
-                max_seqlen_k=documents.max_seqlen)
+def _borders(documents: Documents, q_SHD: Tensor) -> dict[str, Tensor | int]:
+    """Of the queries, which may be the last tokens of the stream only, and of the keys: a query sees the keys up to its own."""
+    queries, keys = documents.device_cu_seqlens(q_SHD.device, len(q_SHD)), documents.device_cu_seqlens(q_SHD.device)
+    longest = documents.max_seqlen
+    return dict(cu_seqlens_q=queries, cu_seqlens_k=keys, max_seqlen_q=min(longest, len(q_SHD)), max_seqlen_k=longest)

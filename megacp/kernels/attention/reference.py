@@ -29,19 +29,20 @@ def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
 
 def forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor]:
     dtype = compute_dtype(q_SHD.dtype)
-    total, heads, head_dim = q_SHD.shape
-    o_SHD = torch.empty(total, heads, head_dim, dtype=q_SHD.dtype, device=q_SHD.device)
-    lse_HS = torch.empty(heads, total, dtype=dtype, device=q_SHD.device)
-    for start, stop in documents.spans():
+    heads = q_SHD.shape[1]
+    o_SHD = torch.empty(q_SHD.shape, dtype=q_SHD.dtype, device=q_SHD.device)
+    lse_HS = torch.empty(heads, len(q_SHD), dtype=dtype, device=q_SHD.device)
+    for start, stop, row, before in _spans(documents, len(q_SHD)):
         k_KnD, v_KnD = (t[start:stop].transpose(0, 1).to(dtype) for t in (k_SKD, v_SKD))
         kv_heads = k_KnD.shape[0]
-        for a, b in _chunks(stop - start, heads):
-            s_Kgcn = _scores(_grouped(q_SHD[start + a:start + b], kv_heads), k_KnD[:, :b], a, scale)
+        for a, b in _chunks(stop - start - before, heads, stop - start):
+            keys = before + b  # that the chunk's last query sees
+            s_Kgcn = _scores(_grouped(q_SHD[row + a:row + b], kv_heads), k_KnD[:, :keys], scale)
             lse_Kgc = s_Kgcn.logsumexp(-1)
             p_Kgcn = s_Kgcn.sub_(lse_Kgc.unsqueeze(-1)).exp_()
-            o_KgcD = (p_Kgcn.flatten(1, 2) @ v_KnD[:, :b]).unflatten(1, (-1, b - a))
-            o_SHD[start + a:start + b] = o_KgcD.flatten(0, 1).transpose(0, 1)
-            lse_HS[:, start + a:start + b] = lse_Kgc.flatten(0, 1)
+            o_KgcD = (p_Kgcn.flatten(1, 2) @ v_KnD[:, :keys]).unflatten(1, (-1, b - a))
+            o_SHD[row + a:row + b] = o_KgcD.flatten(0, 1).transpose(0, 1)
+            lse_HS[:, row + a:row + b] = lse_Kgc.flatten(0, 1)
     return o_SHD, lse_HS
 
 
@@ -50,32 +51,39 @@ def backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_SHD:
     dtype = compute_dtype(q_SHD.dtype)
     dq_SHD, dk_SKD, dv_SKD = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q_SHD, k_SKD, v_SKD))
     heads, kv_heads = q_SHD.shape[1], k_SKD.shape[1]
-    for start, stop in documents.spans():
+    for start, stop, row, before in _spans(documents, len(q_SHD)):
         k_KnD, v_KnD = (t[start:stop].transpose(0, 1).to(dtype) for t in (k_SKD, v_SKD))
         dk_KnD, dv_KnD = torch.zeros_like(k_KnD), torch.zeros_like(v_KnD)
-        for a, b in _chunks(stop - start, heads):
-            rows = slice(start + a, start + b)
+        for a, b in _chunks(stop - start - before, heads, stop - start):
+            rows, keys = slice(row + a, row + b), before + b
             q_KgcD = _grouped(q_SHD[rows], kv_heads).to(dtype)
             do_KgcD = _grouped(do_SHD[rows], kv_heads).to(dtype)
             delta_Kgc = (do_KgcD * _grouped(o_SHD[rows], kv_heads)).sum(-1)
             lse_Kgc = lse_HS[:, rows].unflatten(0, (kv_heads, -1))
-            p_Kgcn = _scores(q_KgcD, k_KnD[:, :b], a, scale).sub_(lse_Kgc.unsqueeze(-1)).exp_()
+            p_Kgcn = _scores(q_KgcD, k_KnD[:, :keys], scale).sub_(lse_Kgc.unsqueeze(-1)).exp_()
             q_KcD, do_KcD, p_Kcn = q_KgcD.flatten(1, 2), do_KgcD.flatten(1, 2), p_Kgcn.flatten(1, 2)
-            dv_KnD[:, :b] += p_Kcn.transpose(1, 2) @ do_KcD
-            dp_Kcn = do_KcD @ v_KnD[:, :b].transpose(1, 2)
+            dv_KnD[:, :keys] += p_Kcn.transpose(1, 2) @ do_KcD
+            dp_Kcn = do_KcD @ v_KnD[:, :keys].transpose(1, 2)
             ds_Kcn = dp_Kcn.sub_(delta_Kgc.flatten(1, 2).unsqueeze(-1)).mul_(p_Kcn).mul_(scale)
-            dk_KnD[:, :b] += ds_Kcn.transpose(1, 2) @ q_KcD
-            dq_KgcD = (ds_Kcn @ k_KnD[:, :b]).unflatten(1, (-1, b - a))
+            dk_KnD[:, :keys] += ds_Kcn.transpose(1, 2) @ q_KcD
+            dq_KgcD = (ds_Kcn @ k_KnD[:, :keys]).unflatten(1, (-1, b - a))
             dq_SHD[rows] = dq_KgcD.flatten(0, 1).transpose(0, 1)
         dk_SKD[start:stop] = dk_KnD.transpose(0, 1)
         dv_SKD[start:stop] = dv_KnD.transpose(0, 1)
     return dq_SHD, dk_SKD, dv_SKD
 
 
-def _chunks(length: int, heads: int) -> Iterator[tuple[int, int]]:
+def _spans(documents: Documents, queries: int) -> Iterator[tuple[int, int, int, int]]:
+    """Per document its keys [start, stop), its first row among the queries, and its keys before that query's own."""
+    missing = documents.total - queries  # tokens of the stream without a query, at its front
+    for start, stop in documents.spans():
+        yield start, stop, max(start - missing, 0), max(missing - start, 0)
+
+
+def _chunks(queries: int, heads: int, keys: int) -> Iterator[tuple[int, int]]:
     """Query ranges of a document whose scores against all its keys stay within SCORE_ELEMENTS."""
-    rows = max(1, SCORE_ELEMENTS // (heads * length))
-    return ((a, min(a + rows, length)) for a in range(0, length, rows))
+    rows = max(1, SCORE_ELEMENTS // (heads * keys))
+    return ((a, min(a + rows, queries)) for a in range(0, queries, rows))
 
 
 def _grouped(x_cHD: Tensor, kv_heads: int) -> Tensor:
@@ -83,8 +91,8 @@ def _grouped(x_cHD: Tensor, kv_heads: int) -> Tensor:
     return x_cHD.transpose(0, 1).unflatten(0, (kv_heads, -1))
 
 
-def _scores(q_KgcD: Tensor, k_KnD: Tensor, first: int, scale: float) -> Tensor:
-    """scale * q k^T, -inf for keys after the query; query row i stands at position first + i, keys at 0, 1, ..."""
+def _scores(q_KgcD: Tensor, k_KnD: Tensor, scale: float) -> Tensor:
+    """scale * q k^T, -inf for keys after the query; the last query's own key is the last one."""
     chunk, keys = q_KgcD.shape[2], k_KnD.shape[1]
     s_Kgcn = (q_KgcD.to(k_KnD.dtype).flatten(1, 2) @ k_KnD.transpose(1, 2)).mul_(scale).unflatten(1, (-1, chunk))
     future_cc = torch.ones(chunk, chunk, dtype=torch.bool, device=k_KnD.device).triu_(1)

@@ -8,7 +8,7 @@ k and v are shared by its query heads through a stride of 0, so nothing is repea
 import torch
 from torch import Tensor
 
-from megacp.kernels.attention import calls, probe
+from megacp.kernels.attention import calls, probe, reference
 from megacp.kernels.attention.documents import Documents
 from megacp.kernels.precision import compute_dtype
 
@@ -24,6 +24,8 @@ def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
 
 
 def forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor]:
+    if q_SHD.device.type == "cpu" and len(q_SHD) < documents.total:
+        return reference.forward(q_SHD, k_SKD, v_SKD, documents, scale)  # the CPU kernel's mask starts at the first key
     if q_SHD.device.type == "cpu":
         return _cpu_forward(q_SHD, k_SKD, v_SKD, documents, scale)
     return calls.forward_in_calls(_cuda_forward, q_SHD, k_SKD, v_SKD, documents, scale)
@@ -31,24 +33,31 @@ def forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents, s
 
 def backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_SHD: Tensor, lse_HS: Tensor, documents: Documents,
              scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    if q_SHD.device.type == "cpu" and len(q_SHD) < documents.total:
+        return reference.backward(do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, documents, scale)
     if q_SHD.device.type == "cpu":
         return _cpu_backward(do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, documents, scale)
     return calls.backward_in_calls(_cuda_backward, do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, documents, scale)
 
 
 def _cuda_forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor]:
-    borders, longest = documents.device_cu_seqlens(q_SHD.device), _longest(documents)
-    o_SHD, lse_HS, *_ = aten._flash_attention_forward(q_SHD, k_SKD, v_SKD, borders, borders, longest, longest, 0.0, True, False,
+    queries, keys, longest = *_borders(documents, q_SHD), _longest(documents)
+    o_SHD, lse_HS, *_ = aten._flash_attention_forward(q_SHD, k_SKD, v_SKD, queries, keys, longest, longest, 0.0, True, False,
                                                       scale=scale)
     return o_SHD, lse_HS
 
 
 def _cuda_backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_SHD: Tensor, lse_HS: Tensor,
                    documents: Documents, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    borders, longest = documents.device_cu_seqlens(q_SHD.device), _longest(documents)
+    queries, keys, longest = *_borders(documents, q_SHD), _longest(documents)
     no_dropout = torch.zeros(2, dtype=torch.int64, device=q_SHD.device).view(torch.uint64)
-    return aten._flash_attention_backward(do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, borders, borders, longest, longest, 0.0,
+    return aten._flash_attention_backward(do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, queries, keys, longest, longest, 0.0,
                                           True, no_dropout, no_dropout[:0], scale=scale)
+
+
+def _borders(documents: Documents, q_SHD: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the queries, which may be the last tokens of the stream only, and of the keys."""
+    return documents.device_cu_seqlens(q_SHD.device, len(q_SHD)), documents.device_cu_seqlens(q_SHD.device)
 
 
 def _longest(documents: Documents) -> int:
