@@ -39,8 +39,23 @@ class Llama(nn.Module):
         self, tokens_T: Tensor, labels_T: Tensor, context: LayerContext, grad_scale: float, loss_tile_size: int
     ) -> Tensor:
         """`grad_scale` times the summed loss of this rank's unmasked tokens (see `OutputHead.forward`)."""
+        h_Td = self._hidden_states(tokens_T, context)
+        return self.output_head(h_Td, labels_T, grad_scale, loss_tile_size, self._tied_weight())
+
+    @torch.no_grad()
+    def token_losses(self, tokens_T: Tensor, labels_T: Tensor, context: LayerContext, loss_tile_size: int) -> Tensor:
+        """Loss of each of this rank's tokens, `[T]`, by the same forward without gradients (see `OutputHead.token_losses`).
+
+        A layer's activations are freed when it returns.
+        """
+        h_Td = self._hidden_states(tokens_T, context)
+        return self.output_head.token_losses(h_Td, labels_T, loss_tile_size, self._tied_weight())
+
+    def _hidden_states(self, tokens_T: Tensor, context: LayerContext) -> Tensor:
         h_Td = self.embedding(tokens_T)
         for layer in self.layers:
             h_Td = layer(h_Td, context)
-        tied_weight_Vd = None if self.config.untie_embeddings_and_output_weights else self.embedding.weight
-        return self.output_head(h_Td, labels_T, grad_scale, loss_tile_size, tied_weight_Vd)
+        return h_Td
+
+    def _tied_weight(self) -> Tensor | None:
+        return None if self.config.untie_embeddings_and_output_weights else self.embedding.weight

@@ -41,6 +41,16 @@ class OutputHead(nn.Module):
         weight_Vd = self.lm_head if tied_weight_Vd is None else tied_weight_Vd
         return _OutputHeadFunction.apply(h_Td, self.norm, weight_Vd, labels_T, grad_scale, tile_size, self.norm_epsilon)
 
+    @torch.no_grad()
+    def token_losses(self, h_Td: Tensor, labels_T: Tensor, tile_size: int, tied_weight_Vd: Tensor | None = None) -> Tensor:
+        """Loss of each token, 0 where masked, without gradients: `[T]`, fp32 (float64 for float64 `h_Td`)."""
+        weight_Vd = self.lm_head if tied_weight_Vd is None else tied_weight_Vd
+        loss_T = torch.empty(len(h_Td), dtype=compute_dtype(h_Td.dtype), device=h_Td.device)
+        for start, stop in tiles(len(h_Td), tile_size):
+            logits_tV = rms_norm(h_Td[start:stop], self.norm, self.norm_epsilon) @ weight_Vd.t()
+            loss_T[start:stop] = cross_entropy_forward_backward_(logits_tV, labels_T[start:stop], grad_scale=1.0)
+        return loss_T
+
 
 class _OutputHeadFunction(torch.autograd.Function):
     @staticmethod

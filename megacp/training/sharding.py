@@ -8,7 +8,7 @@ divided by the number of unmasked tokens of the whole batch.
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from megacp.checkpointing.huggingface import HuggingFaceWeights
 from megacp.checkpointing.sharded_weights import read_weights
@@ -30,6 +30,8 @@ def shard_model(model: Llama, mesh: DeviceMesh, dtype: torch.dtype) -> Llama:
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+    for module in (model, model.output_head):  # evaluation gathers weights as the forward does; no unit, nothing to gather
+        register_fsdp_forward_method(module, "token_losses")
     return model
 
 
