@@ -1,6 +1,9 @@
 # Sourced by the quickstart and the tests: a Python with what requirements.txt lists, CPU or GPU.
 # An active virtual environment (or conda environment) is used as it is; otherwise .venv is made beside README.md.
-# Leaves $PYTHON set. Environment: PYTHON_FOR_VENV, the interpreter that .venv is made from (default python3, 3.10 or newer).
+# Leaves $PYTHON set and the environment's own commands (python, torchrun) first in PATH. Reads
+#   PYTHON_FOR_VENV      the interpreter that .venv is made from (default python3, 3.10 or newer)
+#   MORE_REQUIREMENTS    a further file beside requirements.txt, such as requirements-test.txt
+# and no arguments: a sourced file sees those of the script that sources it, which are flags of something else.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -27,14 +30,15 @@ if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
   fi
 fi
 
-# $1: further requirement files, such as requirements-test.txt. The stamp makes a second run start at once. The project itself is
-# installed in place, so that the tools find it from any folder; PYTHONPATH says which checkout where an environment serves several.
-stamp=$("$PYTHON" -c 'import sys; print(sys.prefix)')/.megacp-requirements${1:+-$1}
-wanted=$(cat "$root/requirements.txt" ${1:+"$root/$1"} | cksum)" $root"
+# The stamp makes a second run start at once. The project itself is installed in place, so that the tools find it from any folder;
+# PYTHONPATH says which checkout where an environment serves several.
+more=${MORE_REQUIREMENTS:-}
+stamp=$("$PYTHON" -c 'import sys; print(sys.prefix)')/.megacp-requirements${more:+-$more}
+wanted=$(cat "$root/requirements.txt" ${more:+"$root/$more"} | cksum)" $root"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
-  echo "installing requirements.txt ${1:-}"
-  "$PYTHON" -m pip install --quiet --requirement "$root/requirements.txt" ${1:+--requirement "$root/$1"} || return 1
+  echo "installing requirements.txt $more"
+  "$PYTHON" -m pip install --quiet --requirement "$root/requirements.txt" ${more:+--requirement "$root/$more"} || return 1
   "$PYTHON" -m pip install --quiet --no-deps --editable "$root" || return 1
   echo "$wanted" > "$stamp"
 fi
-export PYTHON PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+export PYTHON PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PATH="$(dirname "$PYTHON"):$PATH"

@@ -4,6 +4,7 @@
 #   bash tests/run.sh tests/kernels -k rotary    a part
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. examples/setup_env.sh requirements-test.txt
+MORE_REQUIREMENTS=requirements-test.txt
+. examples/setup_env.sh
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 exec "$PYTHON" -m pytest --quiet --durations=15 "${@:-tests}"
