@@ -1,0 +1,130 @@
+"""Counts the bytes of tensors on a CPU as the GPU's allocator would: live now, and the most since the last reset.
+
+    with AllocationCounter() as counter:
+        x = torch.empty(1024)               # counter.live_bytes() == 4096
+        y = x[:10]                          # a view: still 4096
+        del x, y                            # 0 again
+    counter.peak_bytes()                    # 4096
+    counter.peak_holders()                  # {"file.py:2": 4096}: the line of each allocation alive at the peak
+
+So a memory claim about a GPU can be proved where there is none. Counted are the storages that operators make while the counter is
+on, forward and backward alike, until the last tensor on them dies, at their present size: FSDP shrinks a storage to nothing
+and lets it grow again. Not counted are tensors that were there before, such as a pool that stands for host memory, and what a
+kernel allocates and frees inside itself.
+"""
+
+import sys
+import weakref
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PACKAGE = str(Path(__file__).parents[1])
+
+
+class AllocationCounter(TorchDispatchMode):
+    """A context manager; sees what runs in its thread, which on a CPU includes autograd's backward."""
+
+    def __init__(self):
+        super().__init__()
+        self._storages: dict[int, tuple[weakref.ref, int, str]] = {}  # by address: (the storage, bytes, where it was made)
+        self._foreign: dict[int, weakref.ref] = {}  # from before
+        self._live = self._peak = 0
+        self._holders_at_peak: list[tuple[str, int]] = []
+
+    def live_bytes(self) -> int:
+        return self._live
+
+    def peak_bytes(self) -> int:
+        """The most that was alive at once since `reset_peak`, or since the start."""
+        return self._peak
+
+    def reset_peak(self) -> None:
+        self._peak = 0
+        self._note_peak()
+
+    def peak_holders(self) -> dict[str, int]:
+        """Bytes alive at the peak by the line of this package, or else of its caller, that made them; the most first."""
+        totals = Counter()
+        for site, bytes_ in self._holders_at_peak:
+            totals[site] += bytes_
+        return dict(totals.most_common())
+
+    def __enter__(self) -> "AllocationCounter":
+        self._resize_ = torch.UntypedStorage.resize_  # no operator: FSDP calls it on the storage itself
+
+        def resize_(storage, size):
+            result = self._resize_(storage, size)
+            self._update(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        super().__exit__(*exception)
+        torch.UntypedStorage.resize_ = self._resize_
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls us again for its local part
+        kwargs = kwargs or {}
+        for storage in _cpu_storages((args, kwargs)):
+            if storage._cdata not in self._storages:
+                self._remember_foreign(storage)
+        result = function(*args, **kwargs)
+        for storage in _cpu_storages((args, kwargs, result)):  # an operator may resize what it is given
+            self._update(storage)
+        return result
+
+    def _remember_foreign(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._foreign:
+            self._foreign[key] = weakref.ref(storage, lambda _: self._foreign.pop(key, None))
+
+    def _update(self, storage: torch.UntypedStorage) -> None:
+        key, bytes_ = storage._cdata, storage.nbytes()
+        if key in self._foreign:
+            return
+        if key not in self._storages:
+            if not bytes_:
+                return
+            self._storages[key] = weakref.ref(storage, lambda _: self._forget(key)), 0, _site()
+        reference, before, site = self._storages[key]
+        if bytes_ != before:
+            self._storages[key] = reference, bytes_, site
+            self._live += bytes_ - before
+            self._note_peak()
+
+    def _forget(self, key: int) -> None:
+        _, bytes_, _ = self._storages.pop(key)
+        self._live -= bytes_
+
+    def _note_peak(self) -> None:
+        if self._live > self._peak or not self._peak:
+            self._peak = self._live
+            self._holders_at_peak = [(site, bytes_) for _, bytes_, site in self._storages.values()]
+
+
+def _cpu_storages(tree) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"]
+
+
+def _site() -> str:
+    """`file.py:line` of the innermost frame of this package outside this file, or else of the innermost outside torch."""
+    frame, fallback = sys._getframe(1), None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file != __file__:
+            site = f"{Path(file).name}:{frame.f_lineno}"
+            if file.startswith(PACKAGE):
+                return site
+            if fallback is None and "/torch/" not in file:
+                fallback = site
+        frame = frame.f_back
+    return fallback or "torch"
