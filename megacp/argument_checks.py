@@ -147,6 +147,13 @@ def check_batch(args: argparse.Namespace, world_size: int) -> None:
         step = context // math.gcd(context, micro)
         reason = f"times --micro-batch-size {micro} is not a multiple of --context-parallel-size {context}"
         _refuse("seq_length", args.seq_length, reason, *_values("seq_length", _multiples_around(args.seq_length, step)))
+    chunk, tile = args.upipe_query_chunk, args.mlp_tile_size
+    if chunk and chunk % tile:
+        _refuse("upipe_query_chunk", chunk, f"is not a multiple of --mlp-tile-size {tile}",
+                *_values("upipe_query_chunk", _multiples_around(chunk, tile)))  # fmt: skip
+    if chunk and args.attention_backend == "cudnn":
+        _refuse("attention_backend", "cudnn", "cannot serve --upipe-query-chunk: its causal mask begins at the first key",
+                {"attention_backend": "auto"}, {"upipe_query_chunk": None})  # fmt: skip
     data = world_size // context
     if args.global_batch_size and args.global_batch_size % (micro * data):
         reason = f"is not a multiple of --micro-batch-size {micro} x data-parallel size {data}"

@@ -232,6 +232,8 @@ def _add_parallel(parser):
         help="a2a: all heads travel at once (Ulysses); upipe: in stages, which takes less memory")  # fmt: skip
     add("--upipe-heads-per-stage", type=COUNT, metavar="U",
         help="query heads in flight over the context group; a multiple of C (default: C, the least memory; all on one rank)")  # fmt: skip
+    add("--upipe-query-chunk", type=COUNT, metavar="TOKENS",
+        help="tokens of each rank whose queries are in flight at a time, a multiple of --mlp-tile-size (default: all)")  # fmt: skip
     add("--pipeline-model-parallel-size", type=COUNT, default=1, metavar="P", help="pipeline stages; only 1 for now")
     add("--distributed-timeout-minutes", type=POSITIVE_OR_ZERO, default=0.0, metavar="MIN",
         help="a collective that waits longer ends the job; 0: from the predicted step time")  # fmt: skip

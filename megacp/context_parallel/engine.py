@@ -4,10 +4,14 @@ The engine knows heads, ranks and documents, and nothing of projections: the lay
 buffer (`pack_*`) and take what comes back (`unpack_*`). One engine serves Ulysses (one stage) and UPipe (`H/U` stages).
 
 Letters: C ranks of the group, T tokens on a rank, S = C·T, n query heads of a stage on a rank (U/cu), m KV heads that are new,
-D head dim. A `[C, T, n, D]` from an all-to-all is `[S, n, D]` (see `all_to_all`).
+D head dim, t tokens of a query chunk on a rank. A `[C, T, n, D]` from an all-to-all is `[S, n, D]` (see `all_to_all`).
 
 Worked example, Llama3-8B on 8 ranks, 1M tokens, U = 8: T = 131,072, four stages; in each a rank packs q_CTnD `[8, T, 1, 128]`
 (256 MiB), exchanges it, and computes one query head of all S = 1,048,576 tokens; k and v travel in the first stage only.
+
+Query chunks take the stage's queries, outputs and their gradients `t` tokens of every rank at a time, against resident k and v. The
+chunk `[a, b)` is C runs of the sequence, `[r·T + a, r·T + b)` for each rank `r`, and each run sees the keys of its documents up to
+itself. Only k, v and their gradients (fp32 sums over the chunks) then span the sequence.
 """
 
 from collections.abc import Callable
@@ -20,132 +24,184 @@ import torch.distributed as dist
 from megacp.context_parallel.all_to_all import all_to_all
 from megacp.context_parallel.head_schedule import HeadSchedule, Stage
 from megacp.kernels.attention import Documents, attention_backward, attention_forward
+from megacp.kernels.precision import compute_dtype
 
 
 class StageShelf(Protocol):
-    """Keeps a tensor a stage; see `megacp.memory.shelves`."""
+    """Keeps a tensor a stage, tokens `[start, stop)` of it at a time; see `megacp.memory.shelves`."""
+
+    def put(self, stage: int, start: int, stop: int, x_CtnD: torch.Tensor) -> None: ...
+    def fetch(self, stage: int, start: int, stop: int): ...  # an object whose wait() gives the tensor
+    def release(self, stage: int) -> None: ...
+
+
+class BlockShelf(Protocol):
+    """Keeps one tensor a stage."""
 
     def put(self, stage: int, x: torch.Tensor) -> None: ...
-    def fetch(self, stage: int): ...  # an object whose wait() gives the tensor, for the last time
+    def fetch(self, stage: int): ...  # the same, for the last time
 
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """What every attention call of a micro-batch shares. `scale` multiplies q·k; `backend` is a name `select_backend` gave."""
+    """What every attention call of a micro-batch shares. `scale` multiplies q·k; `backend` is a name `select_backend` gave.
+
+    `query_chunk`: tokens of each rank whose queries are in flight at a time; None: all.
+    """
 
     schedule: HeadSchedule
     group: dist.ProcessGroup | None
     documents: Documents
     scale: float
     backend: str
+    query_chunk: int | None = None
+
+    @property
+    def tokens_per_rank(self) -> int:
+        return self.documents.total // self.schedule.ulysses_degree
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """`(start, stop)` of the query chunks, in tokens of a rank."""
+        tokens = self.tokens_per_rank
+        size = self.query_chunk or tokens
+        return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+    def runs_of(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The runs of the sequence that a chunk consists of: one for each rank, or the whole sequence at once."""
+        tokens = self.tokens_per_rank
+        if (start, stop) == (0, tokens):
+            return [(0, self.documents.total)]
+        return [(r * tokens + start, r * tokens + stop) for r in range(self.schedule.ulysses_degree)]
+
+
+PackQ = Callable[[Stage, int, int], torch.Tensor]
+PackKV = Callable[[Stage], tuple[torch.Tensor, torch.Tensor]]
+UnpackDQ = Callable[[Stage, int, int, torch.Tensor], None]
+UnpackDKV = Callable[[Stage, torch.Tensor, torch.Tensor], None]
 
 
 def stages_forward(
-    settings: AttentionSettings,
-    pack_q: Callable[[Stage], torch.Tensor],
-    pack_kv: Callable[[Stage], tuple[torch.Tensor, torch.Tensor]],
-    outputs: StageShelf,
-    log_sum_exps: StageShelf,
+    settings: AttentionSettings, pack_q: PackQ, pack_kv: PackKV, outputs: StageShelf, log_sum_exps: BlockShelf
 ) -> None:
-    """Attention of all heads; puts each stage's output o_CTnD of this rank's tokens and its log-sum-exp lse_nS on their shelves.
+    """Attention of all heads; puts each stage's output o_CtnD of this rank's tokens and its log-sum-exp lse_nS on their shelves.
 
-    `pack_q(stage)` returns q_CTnD and `pack_kv(stage)` k_CTmD, v_CTmD, the send buffers; block `r` is for rank `r`. Block `r`
-    of an output holds the heads `schedule.query_heads(stage, r)`. `lse_nS` stays where it was computed: heads of this rank.
+    `pack_q(stage, start, stop)` returns q_CtnD of a chunk and `pack_kv(stage)` k_CTmD, v_CTmD, the send buffers; block `r` is for
+    rank `r`. Block `r` of an output holds the heads `schedule.query_heads(stage, r)`. `lse_nS` stays where it was computed: heads
+    of this rank.
     """
     held_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for stage in settings.schedule.stages:
         if stage.num_new_kv:
             held_kv[stage.index] = _exchange_kv(settings, pack_kv(stage))
-        q_SnD = _exchange_to_heads(settings, pack_q(stage))
-        o_SnD, lse_nS = _attend(settings, stage, q_SnD, held_kv)
-        del q_SnD
-        outputs.put(stage.index, _exchange_to_tokens(settings, o_SnD))
-        log_sum_exps.put(stage.index, lse_nS)
-        del o_SnD, lse_nS
+        lse_parts = []
+        for start, stop in settings.chunks:
+            q_XnD = _exchange_to_heads(settings, pack_q(stage, start, stop))
+            o_XnD, lse_nX = _attend(settings, stage, settings.runs_of(start, stop), q_XnD, held_kv)
+            del q_XnD
+            outputs.put(stage.index, start, stop, _exchange_to_tokens(settings, o_XnD))
+            lse_parts.append(lse_nX.unflatten(1, (settings.schedule.ulysses_degree, -1)))
+            del o_XnD, lse_nX
+        lse_nCT = lse_parts[0] if len(lse_parts) == 1 else torch.cat(lse_parts, dim=2)
+        log_sum_exps.put(stage.index, lse_nCT.flatten(1))
         for arrival in stage.releases:
             del held_kv[arrival]
 
 
 def stages_backward(
-    settings: AttentionSettings,
-    pack_q: Callable[[Stage], torch.Tensor],
-    pack_kv: Callable[[Stage], tuple[torch.Tensor, torch.Tensor]],
-    outputs: StageShelf,
-    log_sum_exps: StageShelf,
-    output_grads: StageShelf,
-    unpack_dq: Callable[[Stage, torch.Tensor], None],
-    unpack_dkv: Callable[[Stage, torch.Tensor, torch.Tensor], None],
-) -> None:
+    settings: AttentionSettings, pack_q: PackQ, pack_kv: PackKV, outputs: StageShelf, log_sum_exps: BlockShelf,
+    output_grads: StageShelf, unpack_dq: UnpackDQ, unpack_dkv: UnpackDKV,
+) -> None:  # fmt: skip
     """Backward of `stages_forward`; attention itself is not run again.
 
-    Takes what the forward put and the gradients of `outputs`, each stage once, so that its memory is free when it is done;
-    their fetches run under the stage's projections. `unpack_dq(stage, dq_CTnD)` is called once a stage, `unpack_dkv(arrival_stage,
-    dk_CTmD, dv_CTmD)` once for each stage that brought KV heads, after the last stage that uses them; block `r` comes from
-    rank `r`. With `K < cu` several blocks hold gradients of one KV head: the receiver sums them.
+    Takes what the forward put and the gradients of `outputs`, and releases each stage when it is done; their fetches run under the
+    stage's projections. `unpack_dq(stage, start, stop, dq_CtnD)` is called once a chunk, `unpack_dkv(arrival_stage, dk_CTmD,
+    dv_CTmD)` once for each stage that brought KV heads, after the last stage that uses them; block `r` comes from rank `r`. With
+    `K < cu` several blocks hold gradients of one KV head: the receiver sums them.
     """
     schedule = settings.schedule
     held_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     kv_grads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for stage in schedule.stages:
-        kept = [shelf.fetch(stage.index) for shelf in (outputs, output_grads, log_sum_exps)]
+        lse = log_sum_exps.fetch(stage.index)
         if stage.num_new_kv:
             held_kv[stage.index] = _exchange_kv(settings, pack_kv(stage))
-        q_SnD = _exchange_to_heads(settings, pack_q(stage))
-        o_CTnD, do_CTnD, lse_nS = (pending.wait() for pending in kept)
-        del kept
-        o_SnD = _exchange_to_heads(settings, o_CTnD)
-        del o_CTnD
-        do_SnD = _exchange_to_heads(settings, do_CTnD)
-        del do_CTnD
-        dq_SnD = _attend_backward(settings, stage, do_SnD, q_SnD, o_SnD, lse_nS, held_kv, kv_grads)
-        del q_SnD, o_SnD, do_SnD, lse_nS
-        unpack_dq(stage, _exchange_to_tokens(settings, dq_SnD))
-        del dq_SnD
+        for start, stop in settings.chunks:
+            kept = [shelf.fetch(stage.index, start, stop) for shelf in (outputs, output_grads)]
+            q_XnD = _exchange_to_heads(settings, pack_q(stage, start, stop))
+            o_XnD, do_XnD = (_exchange_to_heads(settings, pending.wait().contiguous()) for pending in kept)
+            del kept
+            if stop == settings.tokens_per_rank:
+                outputs.release(stage.index)
+                output_grads.release(stage.index)
+            lse_nCT = lse.wait().unflatten(1, (schedule.ulysses_degree, -1))
+            lse_nX = lse_nCT[:, :, start:stop].flatten(1)
+            dq_XnD = _attend_backward(
+                settings, stage, settings.runs_of(start, stop), do_XnD, q_XnD, o_XnD, lse_nX, held_kv, kv_grads
+            )
+            del q_XnD, o_XnD, do_XnD, lse_nX
+            unpack_dq(stage, start, stop, _exchange_to_tokens(settings, dq_XnD))
+            del dq_XnD
         for arrival in stage.releases:
-            del held_kv[arrival]
-            dk_SmD, dv_SmD = kv_grads.pop(arrival)
+            dtype = held_kv.pop(arrival)[0].dtype
+            dk_SmD, dv_SmD = (total.to(dtype) for total in kv_grads.pop(arrival))
             unpack_dkv(
                 schedule.stages[arrival], _exchange_to_tokens(settings, dk_SmD), _exchange_to_tokens(settings, dv_SmD)
             )
 
 
-def _attend(settings, stage, q_SnD, held_kv):
-    """The stage's attention calls. One call, without a copy, when the stage's queries share KV heads evenly."""
+def _attend(settings, stage, runs, q_XnD, held_kv):
+    """The attention calls of a chunk, whose queries are `runs` of the sequence laid end to end.
 
-    def call(run):
-        k, v = (x[:, run.kv_start : run.kv_start + run.kv_count] for x in held_kv[run.arrival])
-        q = q_SnD[:, run.q_start : run.q_start + run.q_count]
-        return attention_forward(q, k, v, settings.documents, settings.scale, settings.backend)
+    One call, without a copy, when the chunk is the whole and the stage's queries share KV heads evenly.
+    """
+    outputs, log_sum_exps, row = [], [], 0
+    for first, last in runs:
+        origin, documents = settings.documents.of_rows(first, last)
+        q_rnD, row = q_XnD[row : row + last - first], row + last - first
+        results = []
+        for heads in stage.runs:
+            k, v = (_heads(x, heads.kv_start, heads.kv_count)[origin:last] for x in held_kv[heads.arrival])
+            q = _heads(q_rnD, heads.q_start, heads.q_count)
+            results.append(attention_forward(q, k, v, documents, settings.scale, settings.backend))
+        outputs.append(_cat([o for o, _ in results], dim=1))
+        log_sum_exps.append(_cat([lse for _, lse in results], dim=0))
+    return _cat(outputs, dim=0), _cat(log_sum_exps, dim=1)
 
-    results = [call(run) for run in stage.runs]
-    if len(results) == 1:
-        return results[0]
-    return torch.cat([o for o, _ in results], dim=1), torch.cat([lse for _, lse in results], dim=0)
+
+def _attend_backward(settings, stage, runs, do_XnD, q_XnD, o_XnD, lse_nX, held_kv, kv_grads):
+    """Returns dq_XnD; adds to `kv_grads[arrival]`, made at the first use as large as what arrived."""
+    dq_runs, row = [], 0
+    for first, last in runs:
+        origin, documents = settings.documents.of_rows(first, last)
+        rows, row = slice(row, row + last - first), row + last - first
+        dq_heads = []
+        for heads in stage.runs:
+            k_SmD, v_SmD = held_kv[heads.arrival]
+            k, v = (_heads(x, heads.kv_start, heads.kv_count)[origin:last] for x in (k_SmD, v_SmD))
+            do, q, o = (_heads(x[rows], heads.q_start, heads.q_count) for x in (do_XnD, q_XnD, o_XnD))
+            lse = lse_nX[heads.q_start : heads.q_start + heads.q_count, rows]
+            dq, dk, dv = attention_backward(do, q, k, v, o, lse, documents, settings.scale, settings.backend)
+            dq_heads.append(dq)
+            if heads.arrival not in kv_grads and dk.shape == k_SmD.shape and len(runs) == 1:
+                kv_grads[heads.arrival] = dk, dv
+                continue
+            if heads.arrival not in kv_grads:
+                # Many chunks add up: in fp32. The stages of unchunked queries are few: in the tensors' own precision.
+                dtype = k_SmD.dtype if len(runs) == 1 else compute_dtype(k_SmD.dtype)
+                kv_grads[heads.arrival] = tuple(torch.zeros_like(x, dtype=dtype) for x in (k_SmD, v_SmD))
+            for total_SmD, part in zip(kv_grads[heads.arrival], (dk, dv)):
+                _heads(total_SmD, heads.kv_start, heads.kv_count)[origin:last] += part
+        dq_runs.append(_cat(dq_heads, dim=1))
+    return _cat(dq_runs, dim=0)
 
 
-def _attend_backward(settings, stage, do_SnD, q_SnD, o_SnD, lse_nS, held_kv, kv_grads):
-    """Returns dq_SnD; adds to `kv_grads[arrival]`, made at the first use as large as what arrived."""
-    dq_runs = []
-    for run in stage.runs:
-        heads = slice(run.q_start, run.q_start + run.q_count)
-        kv_heads = slice(run.kv_start, run.kv_start + run.kv_count)
-        k_SmD, v_SmD = held_kv[run.arrival]
-        dq, dk, dv = attention_backward(
-            do_SnD[:, heads], q_SnD[:, heads], k_SmD[:, kv_heads], v_SmD[:, kv_heads], o_SnD[:, heads], lse_nS[heads],
-            settings.documents, settings.scale, settings.backend,
-        )  # fmt: skip
-        dq_runs.append(dq)
-        if run.arrival in kv_grads:
-            for total_SmD, part in zip(kv_grads[run.arrival], (dk, dv)):
-                total_SmD[:, kv_heads] += part
-        elif run.kv_count == k_SmD.shape[1]:
-            kv_grads[run.arrival] = (dk, dv)
-        else:
-            totals = torch.zeros_like(k_SmD), torch.zeros_like(v_SmD)
-            for total_SmD, part in zip(totals, (dk, dv)):
-                total_SmD[:, kv_heads] += part
-            kv_grads[run.arrival] = totals
-    return dq_runs[0] if len(dq_runs) == 1 else torch.cat(dq_runs, dim=1)
+def _heads(x_SnD, start, count):
+    return x_SnD[:, start : start + count]
+
+
+def _cat(parts, dim):
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def _exchange_kv(settings, packed):
@@ -153,12 +209,12 @@ def _exchange_kv(settings, packed):
     return _exchange_to_heads(settings, k_CTmD), _exchange_to_heads(settings, v_CTmD)
 
 
-def _exchange_to_heads(settings, x_CTnD):
-    """`[C, T, n, D]`, block `r` for rank `r` → `[S, n, D]`: this rank's heads of all tokens."""
-    return all_to_all(x_CTnD, settings.group).flatten(0, 1)
+def _exchange_to_heads(settings, x_CtnD):
+    """`[C, t, n, D]`, block `r` for rank `r` → `[C·t, n, D]`: this rank's heads of the chunk's tokens of all ranks."""
+    return all_to_all(x_CtnD, settings.group).flatten(0, 1)
 
 
-def _exchange_to_tokens(settings, x_SnD):
-    """`[S, n, D]`: this rank's heads of all tokens → `[C, T, n, D]`: this rank's tokens, block `r` the heads of rank `r`."""
+def _exchange_to_tokens(settings, x_XnD):
+    """`[C·t, n, D]`: this rank's heads of all ranks' tokens → `[C, t, n, D]`: this rank's tokens, block `r` the heads of rank `r`."""
     ranks = settings.schedule.ulysses_degree
-    return all_to_all(x_SnD.contiguous().view(ranks, -1, *x_SnD.shape[1:]), settings.group)
+    return all_to_all(x_XnD.contiguous().view(ranks, -1, *x_XnD.shape[1:]), settings.group)

@@ -64,27 +64,32 @@ class RegionRows:
 
 
 class DeviceStages:
-    """Attention outputs, or their gradients, on the device: one `[C, T, n, D]` a stage."""
+    """Attention outputs, or their gradients, on the device: one `[C, T, n, D]` a stage, shaped as `like_CTnD` (on the meta device)."""
 
-    def __init__(self, num_stages: int, new_stage: Callable[[], Tensor]):
+    def __init__(self, num_stages: int, like_CTnD: Tensor, device: torch.device):
         self._stages: list[Tensor | None] = [None] * num_stages
-        self._new_stage = new_stage
+        self._like_CTnD, self._device = like_CTnD, device
 
-    def put(self, stage: int, x_CTnD: Tensor) -> None:
-        self._stages[stage] = x_CTnD
+    def put(self, stage: int, start: int, stop: int, x_CtnD: Tensor) -> None:
+        """Keeps tokens `[start, stop)` of a stage: the tensor itself if it is the whole, else a copy."""
+        if x_CtnD.shape == self._like_CTnD.shape:
+            self._stages[stage] = x_CtnD
+        else:
+            self.put_tile(stage, start, stop, x_CtnD)
 
     def put_tile(self, stage: int, start: int, stop: int, x_CtnD: Tensor) -> None:
+        """Keeps a copy of tokens `[start, stop)`."""
         if self._stages[stage] is None:
-            self._stages[stage] = self._new_stage()
+            self._stages[stage] = torch.empty_like(self._like_CTnD, device=self._device)
         self._stages[stage][:, start:stop] = x_CtnD
 
-    def fetch(self, stage: int) -> Pending:
-        """The whole stage, for the last time: its memory is the caller's now."""
-        x_CTnD, self._stages[stage] = self._stages[stage], None
-        return Pending(x_CTnD)
-
-    def fetch_tile(self, stage: int, start: int, stop: int) -> Pending:
+    def fetch(self, stage: int, start: int, stop: int) -> Pending:
         return Pending(self._stages[stage][:, start:stop])
+
+    fetch_tile = fetch
+
+    def release(self, stage: int) -> None:
+        self._stages[stage] = None
 
     def flush(self) -> None:
         """Nothing is on its way."""
@@ -93,25 +98,24 @@ class DeviceStages:
 class RegionStages:
     """The same in a region. A block is one rank's part of one tile of one stage, `[t, n, D]`, contiguous everywhere."""
 
-    def __init__(self, region, num_stages: int, new_stage: Callable[[], Tensor], tiles: Tiles, copies: Copies):
-        self._region, self._copies, self._tiles, self._new_stage = region, copies, tiles, new_stage
-        like_CTnD = torch.empty_like(new_stage(), device="meta")
+    def __init__(self, region, num_stages: int, like_CTnD: Tensor, tiles: Tiles, copies: Copies):
+        self._region, self._copies, self._tiles = region, copies, tiles
         self._stage_bytes, self._rank_bytes, self._token_bytes = (x.nbytes for x in (like_CTnD, like_CTnD[0], like_CTnD[0, 0]))
         widest = max(stop - start for start, stop in tiles)
-        tile_shape = (like_CTnD.shape[0], widest, *like_CTnD.shape[2:])
+        self._dtype, self._tile_shape = like_CTnD.dtype, (like_CTnD.shape[0], widest, *like_CTnD.shape[2:])
 
         def staging() -> _Staging:
-            return _Staging(lambda: torch.empty(tile_shape, dtype=like_CTnD.dtype, device=copies.device))
+            return _Staging(lambda: torch.empty(self._tile_shape, dtype=self._dtype, device=copies.device))
 
         self._reading, self._writing = ([staging() for _ in range(num_stages)] for _ in range(2))
         self._leaving: list[Pending] = []  # whole stages whose copies may still run
         self._tiles_leaving: dict[int, list[list[Pending]]] = {}
 
-    def put(self, stage: int, x_CTnD: Tensor) -> None:
-        """Starts keeping a stage. The one before is waited for, so at most one stage is on its way out."""
+    def put(self, stage: int, start: int, stop: int, x_CtnD: Tensor) -> None:
+        """Starts keeping tokens `[start, stop)`, whole tiles. What was put before is waited for: one at a time is on its way out."""
         self.flush()
-        for start, stop in self._tiles:
-            self._leaving += self._write(stage, start, stop, x_CTnD[:, start:stop])
+        for a, b in self._tiles_of(start, stop):
+            self._leaving += self._write(stage, a, b, x_CtnD[:, a - start : b - start])
 
     def put_tile(self, stage: int, start: int, stop: int, x_CtnD: Tensor) -> None:
         leaving = self._tiles_leaving.setdefault(stage, [])
@@ -122,10 +126,15 @@ class RegionStages:
         buffer_CtnD.copy_(x_CtnD)
         leaving.append(self._write(stage, start, stop, buffer_CtnD))
 
-    def fetch(self, stage: int) -> Pending:
-        x_CTnD = self._new_stage()
-        parts = [part for start, stop in self._tiles for part in self._read(stage, start, stop, x_CTnD[:, start:stop])]
-        return _all(parts, x_CTnD)
+    def fetch(self, stage: int, start: int, stop: int) -> Pending:
+        """Tokens `[start, stop)`, whole tiles, in memory of their own."""
+        ranks, _, heads, head_dim = self._tile_shape
+        x_CtnD = torch.empty(ranks, stop - start, heads, head_dim, dtype=self._dtype, device=self._copies.device)
+        parts = [p for a, b in self._tiles_of(start, stop) for p in self._read(stage, a, b, x_CtnD[:, a - start : b - start])]
+        return _all(parts, x_CtnD)
+
+    def release(self, stage: int) -> None:
+        """Nothing is on the device."""
 
     def fetch_tile(self, stage: int, start: int, stop: int) -> Pending:
         buffer_CtnD = _first_tokens(self._reading[stage].next(), stop - start)
@@ -137,6 +146,9 @@ class RegionStages:
         for part in pending:
             part.wait()
         self._leaving, self._tiles_leaving = [], {}
+
+    def _tiles_of(self, start: int, stop: int) -> Tiles:
+        return [(a, b) for a, b in self._tiles if start <= a and b <= stop]
 
     def _write(self, stage: int, start: int, stop: int, x_CtnD: Tensor) -> list[Pending]:
         return [

@@ -115,12 +115,10 @@ class ActivationStore:
     def stages(self, region) -> DeviceStages | RegionStages:
         g = self.geometry
 
-        def new_stage() -> Tensor:
-            return torch.empty(g.stage_shape, dtype=g.dtype, device=self.copies.device)
-
+        like_CTnD = torch.empty(g.stage_shape, dtype=g.dtype, device="meta")
         if region is None:
-            return DeviceStages(g.num_stages, new_stage)
-        return RegionStages(region, g.num_stages, new_stage, g.tiles, self.copies)
+            return DeviceStages(g.num_stages, like_CTnD, self.copies.device)
+        return RegionStages(region, g.num_stages, like_CTnD, g.tiles, self.copies)
 
     def log_sum_exps(self, region) -> DeviceBlocks | RegionBlocks:
         g = self.geometry

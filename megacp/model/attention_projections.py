@@ -9,7 +9,7 @@ written straight to their place in the send buffer.
 Worked example, Llama3-8B on 8 ranks, U = 8, tiles of 8,192: the query weight `[4096, 4096]` is viewed `[8, 4, 128, 4096]`; stage 1
 takes `[:, 1:2]`, so a tile makes `[8192, 8, 128]`, one head for each of the 8 ranks, and writes it to `[8, 131072, 1, 128]`.
 
-Letters: C ranks of the Ulysses group, G = min(C, K) groups of KV heads, T tokens of the rank, t of a tile, n query heads and m KV
+Letters: C ranks of the Ulysses group, G = min(C, K) groups of KV heads, T tokens of the rank, c of a query chunk, t of a tile, n query heads and m KV
 heads of a stage for one rank, D head dim, d hidden size.
 """
 
@@ -47,33 +47,35 @@ class AttentionProjections:
         self.h, self.weights, self.eps, self.head_dim = h, weights, norm_epsilon, head_dim
         self.grads, self.dxn_Td = grads, dxn_Td
 
-    def pack_q(self, stage: Stage) -> Tensor:
-        """Send buffer q_CTnD of the stage's query heads; block `r` is for rank `r`."""
+    def pack_q(self, stage: Stage, first: int, last: int) -> Tensor:
+        """Send buffer q_CcnD of the stage's query heads for the chunk of tokens `[first, last)`; block `r` is for rank `r`."""
         w_od = self._query_rows(self.weights.q_proj, stage).flatten(0, 2)
-        q_CTnD = self._new_send_buffer(stage.num_queries)
-        for start, stop, xn_td in self._normed_tiles():
+        q_CcnD = self._new_send_buffer(last - first, stage.num_queries)
+        for start, stop, xn_td in self._normed_tiles(first, last):
             q_thD = self._project(xn_td, w_od, self.weights.q_norm, self._cos_sin(start, stop))
-            self._write_heads(q_CTnD[:, start:stop].unflatten(0, (self.schedule.ulysses_degree, 1)), q_thD)
-        return q_CTnD
+            tile_CtnD = q_CcnD[:, start - first : stop - first]
+            self._write_heads(tile_CtnD.unflatten(0, (self.schedule.ulysses_degree, 1)), q_thD)
+        return q_CcnD
 
     def pack_kv(self, stage: Stage) -> tuple[Tensor, Tensor]:
         """Send buffers k_CTmD and v_CTmD of the stage's new KV heads. With `K < C` several blocks hold the same head."""
         wk_od, wv_od = (self._kv_rows(w, stage).flatten(0, 2) for w in (self.weights.k_proj, self.weights.v_proj))
-        k_CTmD, v_CTmD = self._new_send_buffer(stage.num_new_kv), self._new_send_buffer(stage.num_new_kv)
+        tokens = self.context.tokens
+        k_CTmD, v_CTmD = (self._new_send_buffer(tokens, stage.num_new_kv) for _ in range(2))
         groups = (self.schedule.kv_groups, self.schedule.kv_copies)
-        for start, stop, xn_td in self._normed_tiles():
+        for start, stop, xn_td in self._normed_tiles(0, tokens):
             k_thD = self._project(xn_td, wk_od, self.weights.k_norm, self._cos_sin(start, stop))
             self._write_heads(k_CTmD[:, start:stop].unflatten(0, groups), k_thD)
             self._write_heads(v_CTmD[:, start:stop].unflatten(0, groups), self._heads(xn_td @ wv_od.t()))
         return k_CTmD, v_CTmD
 
-    def unpack_dq(self, stage: Stage, dq_CTnD: Tensor) -> None:
-        """Adds the stage's share to `dxn_Td` and to the gradients of `q_proj` (and `q_norm`)."""
+    def unpack_dq(self, stage: Stage, first: int, last: int, dq_CcnD: Tensor) -> None:
+        """Adds the share of the stage's chunk `[first, last)` to `dxn_Td` and to the gradients of `q_proj` (and `q_norm`)."""
         w_od = self._query_rows(self.weights.q_proj, stage).flatten(0, 2)
         dw_CnDd = self._query_rows(self.grads.q_proj, stage)
         norm = self.weights.q_norm, self.grads.q_norm
-        for start, stop, xn_td in self._normed_tiles():
-            dq_thD = dq_CTnD[:, start:stop].transpose(0, 1).flatten(1, 2)
+        for start, stop, xn_td in self._normed_tiles(first, last):
+            dq_thD = dq_CcnD[:, start - first : stop - first].transpose(0, 1).flatten(1, 2)
             dq_to = self._project_backward(dq_thD, xn_td, w_od, *norm, self._cos_sin(start, stop))
             self._add(start, stop, dq_to, xn_td, w_od, dw_CnDd)
 
@@ -82,19 +84,19 @@ class AttentionProjections:
         wk_od, wv_od = (self._kv_rows(w, stage).flatten(0, 2) for w in (self.weights.k_proj, self.weights.v_proj))
         dwk_GmDd, dwv_GmDd = (self._kv_rows(dw, stage) for dw in (self.grads.k_proj, self.grads.v_proj))
         norm = self.weights.k_norm, self.grads.k_norm
-        for start, stop, xn_td in self._normed_tiles():
+        for start, stop, xn_td in self._normed_tiles(0, self.context.tokens):
             dk_thD = self._sum_copies(dk_CTmD[:, start:stop])
             dk_to = self._project_backward(dk_thD, xn_td, wk_od, *norm, self._cos_sin(start, stop))
             self._add(start, stop, dk_to, xn_td, wk_od, dwk_GmDd)
             self._add(start, stop, self._sum_copies(dv_CTmD[:, start:stop]).flatten(1), xn_td, wv_od, dwv_GmDd)
 
-    def _normed_tiles(self) -> Iterator[tuple[int, int, Tensor]]:
-        """`(start, stop, xn_td)` of each tile: the normalised input."""
-        for (start, stop), (h_td,) in read_ahead(self.context.tiles(), lambda tile: [self.h.fetch(*tile)]):
+    def _normed_tiles(self, first: int, last: int) -> Iterator[tuple[int, int, Tensor]]:
+        """`(start, stop, xn_td)` of each tile of the tokens `[first, last)`: the normalised input."""
+        for (start, stop), (h_td,) in read_ahead(self.context.tiles(first, last), lambda tile: [self.h.fetch(*tile)]):
             yield start, stop, rms_norm(h_td, self.weights.input_layernorm, self.eps)
 
-    def _new_send_buffer(self, heads: int) -> Tensor:
-        return self.weights.q_proj.new_empty(self.schedule.ulysses_degree, self.context.tokens, heads, self.head_dim)
+    def _new_send_buffer(self, tokens: int, heads: int) -> Tensor:
+        return self.weights.q_proj.new_empty(self.schedule.ulysses_degree, tokens, heads, self.head_dim)
 
     def _query_rows(self, w: Tensor, stage: Stage) -> Tensor:
         """`[H·D, d]` → the stage's rows `[C, n, D, d]`, a view."""

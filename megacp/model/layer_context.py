@@ -35,9 +35,12 @@ class LayerContext:
         """T, tokens of this rank."""
         return len(self.position_ids_T)
 
-    def tiles(self) -> Iterator[tuple[int, int]]:
-        """`(start, stop)` of each tile of the rank's tokens; the last may be shorter."""
-        return tiles(self.tokens, self.tile_size)
+    def tiles(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, int]]:
+        """`(start, stop)` of each tile of the rank's tokens `[first, last)`, by default all; the last may be shorter.
+
+        Tiles lie on multiples of the tile size, so `first` is one and `last` is one or the end.
+        """
+        return ((first + a, first + b) for a, b in tiles((self.tokens if last is None else last) - first, self.tile_size))
 
 
 def tiles(tokens: int, tile_size: int) -> Iterator[tuple[int, int]]:

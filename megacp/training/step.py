@@ -1,6 +1,6 @@
 """One optimizer step: micro-batches forward and backward, gradients, clipping, update.
 
-    settings = StepSettings(config, schedule, store, attention_backend="auto", mlp_tile_size=8192, loss_tile_size=4096, clip_grad=1.0)
+    settings = step_settings(args, config, layout, schedule, device, dtype)
     result = train_step(model, optimizer, micro_batches, settings, device, dtype, before_update)
     result.loss, result.grad_norm                   # the mean over the unmasked tokens of the global batch; global L2 norm
 
@@ -22,12 +22,12 @@ from megacp.context_parallel.head_schedule import HeadSchedule
 from megacp.data.batch import PackedBatch
 from megacp.kernels.attention import BackendChoice, Documents, select_backend
 from megacp.kernels.rotary import attention_factor, inverse_frequencies
-from megacp.memory.policy import plan_of
-from megacp.memory.store import ActivationStore, Geometry
+from megacp.memory.store import ActivationStore
 from megacp.model.config import ModelConfig
 from megacp.model.layer_context import LayerContext
 from megacp.model.llama import Llama
 from megacp.parallel_state import ParallelLayout
+from megacp.training.activation_plans import activation_geometry, activation_plans
 from megacp.training.metrics import causal_pairs
 from megacp.training.optimizer import clip_grad_norm
 
@@ -40,6 +40,7 @@ class StepSettings:
     schedule: HeadSchedule
     store: ActivationStore
     attention_backend: str
+    query_chunk: int | None
     mlp_tile_size: int
     loss_tile_size: int
     clip_grad: float
@@ -49,14 +50,13 @@ def step_settings(
     args: argparse.Namespace, config: ModelConfig, layout: ParallelLayout, schedule: HeadSchedule, device: torch.device,
     dtype: torch.dtype,
 ) -> StepSettings:  # fmt: skip
-    """The settings that the flags name; takes the activation store's memory. Raises ValueError when the host cannot give it."""
-    tokens = args.seq_length * args.micro_batch_size // layout.context_parallel_size
-    geometry = Geometry.of(config, schedule, tokens, args.mlp_tile_size, dtype)
-    plan = plan_of(args.activation_memory, args.recompute_granularity)
-    store = ActivationStore([plan] * config.num_layers, geometry, device)
+    """The settings that the flags name; takes the activation store's memory. Raises ValueError when host or disk cannot give it."""
+    geometry = activation_geometry(args, config, layout, schedule, dtype)
+    store = ActivationStore(activation_plans(args, config.num_layers), geometry, device, args.disk_offload_dir)
     return StepSettings(
-        config, schedule, store, args.attention_backend, args.mlp_tile_size, args.loss_tile_size, args.clip_grad
-    )
+        config, schedule, store, args.attention_backend, args.upipe_query_chunk, args.mlp_tile_size, args.loss_tile_size,
+        args.clip_grad,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,11 @@ def layer_context(
     documents = Documents(batch.cu_seqlens)
     q_heads, kv_heads = widest_attention_call(schedule)
     backend = select_backend(
-        settings.attention_backend, device, dtype, config.kv_channels, q_heads, kv_heads, documents
-    )
+        settings.attention_backend, device, dtype, config.kv_channels, q_heads, kv_heads, documents,
+        query_chunks=settings.query_chunk is not None,
+    )  # fmt: skip
     attention = AttentionSettings(
-        schedule, parallel_state.get_ulysses_group(), documents, config.kv_channels**-0.5, backend.name
+        schedule, parallel_state.get_ulysses_group(), documents, config.kv_channels**-0.5, backend.name, settings.query_chunk
     )
     inv_freq_D2 = inverse_frequencies(config.kv_channels, config.rotary_base, config.rope_scaling, device)
     position_ids_T = batch.position_ids_T.to(device)

@@ -23,12 +23,12 @@ HOST_PLANS = [
 ]
 
 
-def _gradients(config, heads_per_stage, plan, micro_batches):
+def _gradients(config, heads_per_stage, query_chunk, plan, micro_batches):
     """Losses and gradients of a model that sees `micro_batches` streams, one after the other, over one store."""
     mine = shard(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
     model = Llama(config)
     model.load_state_dict(random_parameters(config, 0.2, seed=3))
-    context = layer_context(config, STREAMS["documents, positions reset"], heads_per_stage, TILE, plan=plan)
+    context = layer_context(config, STREAMS["documents, positions reset"], heads_per_stage, TILE, plan=plan, query_chunk=query_chunk)
     losses = []
     for number in range(micro_batches):
         generator = torch.Generator().manual_seed(number)
@@ -39,23 +39,29 @@ def _gradients(config, heads_per_stage, plan, micro_batches):
     return losses + [parameter.grad for parameter in model.parameters()]
 
 
-def _all_equal(rank, world_size, heads, kv_heads, heads_per_stage, plans):
+def _all_equal(rank, world_size, heads, kv_heads, heads_per_stage, query_chunk, plans):
     parallel_state.initialize_model_parallel(ParallelLayout(world_size, world_size))
     config = tiny_config(heads, kv_heads, qk_layernorm=True)
-    expected = _gradients(config, heads_per_stage, LayerPlan(), micro_batches=2)
+    expected = _gradients(config, heads_per_stage, query_chunk, LayerPlan(), micro_batches=2)
     for plan in plans:
-        ours = _gradients(config, heads_per_stage, plan, micro_batches=2)
+        ours = _gradients(config, heads_per_stage, query_chunk, plan, micro_batches=2)
         unequal = [number for number, (a, b) in enumerate(zip(ours, expected)) if not torch.equal(a, b)]
         assert not unequal, (plan, unequal)
     return len(plans)
 
 
 @pytest.mark.parametrize(
-    "world_size, heads, kv_heads, heads_per_stage, plans",
-    [(1, 8, 2, 4, HOST_PLANS), (2, 12, 4, 4, HOST_PLANS[::5]), (2, 4, 1, 4, HOST_PLANS[2::5])],
+    "world_size, heads, kv_heads, heads_per_stage, query_chunk, plans",
+    [
+        (1, 8, 2, 4, None, HOST_PLANS),
+        (2, 12, 4, 4, None, HOST_PLANS[::5]),
+        (2, 4, 1, 4, 2 * TILE, HOST_PLANS[2::5]),
+        (1, 8, 2, 4, 3 * TILE, HOST_PLANS[1::5]),
+    ],
 )
-def test_every_plan_gives_the_same_bits(world_size, heads, kv_heads, heads_per_stage, plans):
-    assert run_distributed(_all_equal, world_size, heads, kv_heads, heads_per_stage, plans) == [len(plans)] * world_size
+def test_every_plan_gives_the_same_bits(world_size, heads, kv_heads, heads_per_stage, query_chunk, plans):
+    arguments = heads, kv_heads, heads_per_stage, query_chunk, plans
+    assert run_distributed(_all_equal, world_size, *arguments) == [len(plans)] * world_size
 
 
 def _forward_twice(rank, world_size):

@@ -73,13 +73,13 @@ def shard(rank: int, world_size: int) -> slice:
 
 def layer_context(
     config: ModelConfig, stream: Stream, heads_per_stage: int, tile_size: int, backend: str = "reference",
-    dtype: torch.dtype = torch.float32, plan: LayerPlan = LayerPlan(),
+    dtype: torch.dtype = torch.float32, plan: LayerPlan = LayerPlan(), query_chunk: int | None = None,
 ) -> LayerContext:
     """What the layers are called with on this rank; the groups of `parallel_state` must exist."""
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
     schedule = build_head_schedule(config.num_attention_heads, config.num_query_groups, size, heads_per_stage)
     attention = AttentionSettings(
-        schedule, parallel_state.get_ulysses_group(), Documents(stream.cu_seqlens), config.kv_channels**-0.5, backend
+        schedule, parallel_state.get_ulysses_group(), Documents(stream.cu_seqlens), config.kv_channels**-0.5, backend, query_chunk
     )
     geometry = Geometry.of(config, schedule, STREAM // size, tile_size, dtype)
     return LayerContext(

@@ -44,14 +44,14 @@ def _reference(config, stream):
     return {"output": out_Sd.detach(), "input": h_Sd.grad} | {name: value.grad for name, value in params.items()}
 
 
-def _run_layer(config, stream, heads_per_stage, tile_size, dtype, backend):
+def _run_layer(config, stream, heads_per_stage, tile_size, dtype, backend, query_chunk=None):
     """Output, input gradient and weight gradients of this rank."""
     mine = shard(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
     layer = DecoderLayer(config, 0, dtype=dtype)
     layer.load_state_dict(_layer_parameters(config))
     h_Sd, g_Sd = _hidden_and_gradient()
     h_Td = h_Sd[mine].to(dtype).requires_grad_()
-    out_Td = layer(h_Td, layer_context(config, stream, heads_per_stage, tile_size, backend, dtype))
+    out_Td = layer(h_Td, layer_context(config, stream, heads_per_stage, tile_size, backend, dtype, query_chunk=query_chunk))
     out_Td.backward(g_Sd[mine].to(dtype))
     gradients = {name: value.grad for name, value in layer.named_parameters()}
     return {"output": out_Td.detach(), "input": h_Td.grad} | gradients
@@ -67,7 +67,7 @@ def _assert_parity(world_size, cases):
     references = {}
     by_rank = run_distributed(_run_cases, world_size, cases)
     for case, *ranks in zip(cases, *by_rank):
-        config, stream, heads_per_stage, tile_size, dtype, _ = case
+        config, stream, heads_per_stage, tile_size, dtype, *_ = case
         key = (config, stream.cu_seqlens, tuple(stream.position_ids_S.tolist()))
         if key not in references:
             references[key] = _reference(config, stream)
@@ -107,6 +107,18 @@ def test_any_tile_size_serves(tile_size):
     config = tiny_config(4, 1, qk_layernorm=True)
     stream = STREAMS["documents, positions reset"]
     _assert_parity(4, [(config, stream, 4, tile_size, torch.float32, "reference")])
+
+
+@pytest.mark.parametrize("world_size", CONTEXT_SIZES)
+def test_query_chunks_match_the_reference(world_size):
+    """Chunks of one tile, of several, of all but the last few tokens; stages whose queries share KV heads evenly and not."""
+    cases = [
+        (tiny_config(heads, kv_heads, qk_layernorm=True), stream, heads_per_stage, 7, dtype, "reference", query_chunk)
+        for (heads, kv_heads), heads_per_stage in (((12, 4), 4), ((8, 2), 8), ((4, 1), 4))
+        for stream in STREAMS.values()
+        for query_chunk, dtype in ((7, torch.float32), (14, torch.float64), (28, torch.float32))
+    ]
+    _assert_parity(world_size, cases)
 
 
 def test_a_second_backward_is_refused():

@@ -28,6 +28,7 @@ class Documents:
 
     cu_seqlens: tuple[int, ...]
     _device_copies: dict[tuple[torch.device, int], Tensor] = dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
+    _rows: dict[tuple[int, int], tuple] = dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         borders = self.cu_seqlens
@@ -74,8 +75,16 @@ class Documents:
     def of_rows(self, start: int, stop: int) -> tuple[int, "Documents"]:
         """What the queries `[start, stop)` can see: the first key, and the borders from there to `stop`.
 
-        Documents((0, 3, 4, 8)).of_rows(5, 7) is (4, Documents((0, 3))): tokens 5 and 6 see keys from 4 on.
+        Documents((0, 3, 4, 8)).of_rows(5, 7) is (4, Documents((0, 3))): tokens 5 and 6 see keys from 4 on. Found once per
+        range, so that every stage and layer shares the result and its copy on the device.
         """
+        if (start, stop) == (0, self.total):
+            return 0, self
+        if (start, stop) not in self._rows:
+            self._rows[start, stop] = self._find_rows(start, stop)
+        return self._rows[start, stop]
+
+    def _find_rows(self, start: int, stop: int) -> tuple[int, "Documents"]:
         first = bisect.bisect_right(self.cu_seqlens, start) - 1
         last = bisect.bisect_left(self.cu_seqlens, stop)
         origin = self.cu_seqlens[first]
