@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megacp.kernels.attention import calls, cudnn, fa2, fa3, fa4, probe, reference, torch_flash
 from megacp.kernels.attention.documents import Documents
+from megacp.kernels.attention.stub import STUBS, Stub
 
 BACKENDS: dict[str, ModuleType] = {"fa4": fa4, "fa3": fa3, "cudnn": cudnn, "torch": torch_flash, "fa2": fa2,
                                    "reference": reference}
@@ -50,9 +51,12 @@ def select_backend(requested: str, device: torch.device | str, dtype: torch.dtyp
 
     `query_chunks`: it will be given queries of the last tokens of a stream only.
 
-    Raises ValueError that names --attention-backend, why it cannot serve, and those that can.
+    Rehearsals ask for "stub-fa4" or another of `STUBS`, or for "stub", the memory of the fastest GPU kernel that would serve (on
+    a CPU: fa4). Raises ValueError that names --attention-backend, why it cannot serve, and those that can.
     """
     device = torch.device(device)
+    if requested.startswith("stub"):
+        return _select_stub(requested, device, dtype, head_dim, q_heads, kv_heads, documents, query_chunks)
     if q_heads % kv_heads:
         divisors = ", ".join(str(n) for n in range(1, q_heads + 1) if q_heads % n == 0)
         raise ValueError(f"--num-query-groups {kv_heads} does not divide --num-attention-heads {q_heads}; {divisors} do")
@@ -85,7 +89,7 @@ def attention_forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Do
     the last tokens of the stream only, from anywhere in its first document on; `documents` are the borders of k and v.
     """
     _check(q_SHD, k_SKD, v_SKD, documents)
-    return BACKENDS[backend].forward(q_SHD, k_SKD, v_SKD, documents, scale)
+    return _module(backend).forward(q_SHD, k_SKD, v_SKD, documents, scale)
 
 
 def attention_backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_SHD: Tensor, lse_HS: Tensor,
@@ -95,7 +99,21 @@ def attention_backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tens
     if do_SHD.shape != q_SHD.shape or o_SHD.shape != q_SHD.shape or lse_HS.shape != (q_SHD.shape[1], q_SHD.shape[0]):
         raise ValueError(f"attention backward: do {list(do_SHD.shape)}, o {list(o_SHD.shape)} and lse {list(lse_HS.shape)} do"
                          f" not fit q {list(q_SHD.shape)}; do and o have the shape of q, lse is [heads, tokens]")
-    return BACKENDS[backend].backward(do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, documents, scale)
+    return _module(backend).backward(do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, documents, scale)
+
+
+def _module(backend: str) -> ModuleType | Stub:
+    return STUBS[backend] if backend in STUBS else BACKENDS[backend]
+
+
+def _select_stub(requested: str, device: torch.device, *setting) -> BackendChoice:
+    if requested == "stub":
+        imitated = select_backend("auto", device, *setting).name if device.type == "cuda" else "fa4"
+        requested = f"stub-{imitated}"
+    if requested not in STUBS:
+        raise ValueError(f"--attention-backend {requested.removeprefix('stub-')} has no stub for --rehearse-attention stub;"
+                         f" {', '.join(name.removeprefix('stub-') for name in STUBS)} have one")
+    return BackendChoice(requested, f"{requested}: allocates what that kernel allocates, computes nothing")
 
 
 def _refusal(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, documents: Documents,
