@@ -30,6 +30,7 @@ from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.parallel_state import ParallelLayout
 from megacp.training.errors import explain_errors
 from megacp.training.initialize import collective_timeout, initialize_distributed, launched_rank, launched_world_size, select_device
+from megacp.training.evaluation import Evaluator
 from megacp.training.initialize import shut_down_distributed
 from megacp.training.loop import TrainingRun, device_peak_flops
 from megacp.training.metrics import MetricsLogger
@@ -78,7 +79,8 @@ def train(args, config, layout, schedule, model, device, dtype, data, pretrained
     optimizer = build_optimizer(
         model, lr=args.lr, weight_decay=args.weight_decay, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps
     )
-    run = TrainingRun(args, config, settings, model, optimizer, data.train, data.eod, device, dtype)
+    evaluator = Evaluator(args, config, settings, model, data, device, dtype) if args.eval_interval else None
+    run = TrainingRun(args, config, settings, model, optimizer, data.train, data.eod, device, dtype, evaluator)
     for line in run.resume():
         if is_first_rank:
             print(line, flush=True)

@@ -235,6 +235,22 @@ def _check_data_path(name: str, words: list[str]) -> None:
 
 
 def check_state(args: argparse.Namespace) -> None:
+def check_evaluation(args: argparse.Namespace) -> None:
+    """There is validation data when evaluation is on, and evaluation when there is data for nothing else."""
+    interval = args.eval_interval
+    for name in ("valid_data_path", "test_data_path"):
+        if getattr(args, name) and not interval:
+            _refuse(name, " ".join(getattr(args, name)), "is for evaluation, which is off",
+                    {"eval_interval": max(1, args.train_iters // 10)}, {name: None})  # fmt: skip
+    if not interval or args.mock_data:
+        return
+    if args.train_data_path and not args.valid_data_path:
+        _refuse("eval_interval", interval, "needs --valid-data-path beside --train-data-path", {"eval_interval": None})
+    if args.data_path and parse_split(args.split)[1] == 0:
+        _refuse("eval_interval", interval, f"has nothing to evaluate: --split {args.split} leaves nothing for validation",
+                {"split": "969,30,1"}, {"eval_interval": None})  # fmt: skip
+
+
     if args.save_interval and not args.save:
         _refuse("save_interval", args.save_interval, "needs --save DIR", {"save": "checkpoints"}, {"save_interval": None})
 

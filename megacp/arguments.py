@@ -20,6 +20,8 @@ from megacp.argument_checks import (
     ArgumentError,
     check_batch,
     check_data,
+    check_evaluation,
+    check_memory,
     check_model,
     check_parallel,
     check_pretrained,
@@ -60,6 +62,7 @@ def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
     check_schedule(args)
     check_data(args)
     check_state(args)
+    check_evaluation(args)
 
     context = args.context_parallel_size
     if not args.upipe_heads_per_stage:
@@ -180,7 +183,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    for add in (_add_model, add_rope_flags, _add_parallel, _add_memory, _add_training, _add_schedule, _add_data, _add_state, _add_logging):
+    for add in (_add_model, add_rope_flags, _add_parallel, _add_memory, _add_training, _add_schedule, _add_data, _add_evaluation, _add_state, _add_logging):
         add(parser)
     return parser
 
@@ -291,8 +294,8 @@ def _add_data(parser):
     add("--data-path", nargs="+", metavar="W P",
         help="prefix of a .bin/.idx pair or folder of a packing plan; several as `weight path weight path ...`")  # fmt: skip
     add("--train-data-path", nargs="+", metavar="W P", help="instead of --data-path and --split: all of it is for training")
-    add("--valid-data-path", nargs="+", metavar="W P", help="with --train-data-path: for validation")
-    add("--test-data-path", nargs="+", metavar="W P", help="with --train-data-path: for the test")
+    add("--valid-data-path", nargs="+", metavar="W P", help="with --train-data-path and --eval-interval: for validation")
+    add("--test-data-path", nargs="+", metavar="W P", help="with --train-data-path and --eval-interval: for the test")
     add("--mock-data", action="store_true", help="made-up documents instead of files, for trying out and measuring")
     add("--split", default="969,30,1", metavar="A,B,C",
         help="shares of the documents of --data-path (of the sequences of a plan) for training, validation, test")  # fmt: skip
@@ -314,6 +317,14 @@ def _add_state(parser):
     add("--load-hf", metavar="DIR",
         help="start from a Hugging Face folder, which gives the model too; once --load holds a checkpoint, that counts")
     add("--save-interval", type=COUNT, metavar="STEPS", help="also save every so many steps")
+def _add_evaluation(parser):
+    group = parser.add_argument_group("evaluation", "The loss of held-out data, by how much context a token has.")
+    add = group.add_argument
+    add("--eval-interval", type=COUNT, metavar="STEPS",
+        help="evaluate on the validation data every so many steps and at the end, there on the test data too")  # fmt: skip
+    add("--eval-iters", type=COUNT, default=10, metavar="N", help="global batches of an evaluation, the same ones each time")
+
+
     add("--ckpt-keep", type=COUNT, default=2, metavar="N", help="newest checkpoints that stay on disk")
 
 

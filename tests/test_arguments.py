@@ -206,6 +206,10 @@ DATA_CASES = [
     (["--train-data-path", "a"], ["--train-data-path needs the --tokenizer-type"]),
     (["--data-path", "a", "--test-data-path", "b"], ["--test-data-path b", "--data-path is divided by --split"]),
 ]
+    (["--train-data-path", "a", "--valid-data-path", "b", "--tokenizer-type", "Byte"], ["--valid-data-path b", "--eval-interval 100 or"]),
+    (["--train-data-path", "a", "--eval-interval", "7", "--tokenizer-type", "Byte"], ["--eval-interval 7 needs --valid-data-path"]),
+    (["--data-path", "a", "--eval-interval", "7", "--split", "9,0,1", "--tokenizer-type", "Byte"],
+     ["--eval-interval 7", "--split 9,0,1", "--split 969,30,1 or without --eval-interval works"]),
 
 
 @pytest.mark.parametrize("flags, named", DATA_CASES)
@@ -218,7 +222,8 @@ def test_data_flags_that_cannot_work(flags, named):
 def test_data_flags_that_work(path):
     validate_args(parse_args(["--data-path", *path, "--tokenizer-type", "Byte"]), 1)
     parts = ["--train-data-path", *path, "--valid-data-path", "v", "--test-data-path", *path]
-    validate_args(parse_args([*parts, "--tokenizer-type", "Byte"]), 1)
+    validate_args(parse_args([*parts, "--tokenizer-type", "Byte", "--eval-interval", "5"]), 1)
+    validate_args(parse_args(["--data-path", *path, "--tokenizer-type", "Byte", "--eval-interval", "5"]), 1)
 
 
 def test_vocabulary_smaller_than_the_tokenizer():
@@ -293,6 +298,7 @@ def test_following_the_advice_ends_in_a_run_that_starts(data):
     args.train_data_path, args.valid_data_path = draw(None, ["a"], ["a", "b"]), draw(None, ["a"], ["1", "a", "x"])
     args.balance_batches, args.attention_mask = draw(True, False), draw("document", "causal")
     args.tokenizer_type = draw(None, "Byte", "SentencePiece")
+    args.eval_interval = draw(None, 5)
     args.split = draw("969,30,1", "x", "0,0,0", "1,1,1,1")
     args.save_interval = draw(None, 3)
     args.rope_scaling_type = draw(None, "none", "llama3", "yarn")
@@ -316,6 +322,8 @@ def test_following_the_advice_ends_in_a_run_that_starts(data):
     assert args.train_data_path or not args.valid_data_path
 
 
+    assert args.eval_interval or not args.valid_data_path
+    assert args.valid_data_path or not (args.train_data_path and args.eval_interval)
 ONE_MISTAKE = [case for case in CASES[1:] if not {"--data-path", "--train-data-path"} & set(case[0])]
 
 

@@ -23,6 +23,7 @@ from megacp.data.batch import PackedBatch, build_micro_batch
 from megacp.data.dataset import SequenceDataset
 from megacp.data.packing import sum_squares
 from megacp.data.sampler import balanced_micro_batches, micro_batch_indices
+from megacp.training.evaluation import Evaluator
 from megacp.model.config import ModelConfig
 from megacp.model.llama import Llama
 from megacp.training.metrics import MetricsLogger, StepRecord, model_flops_per_step, peak_flops
@@ -46,6 +47,7 @@ class TrainingRun:
     dataset: SequenceDataset
     eod: int | None
     device: torch.device
+    evaluator: Evaluator | None = None  # every --eval-interval steps
     dtype: torch.dtype
     iteration: int = 0
     consumed_samples: int = 0
@@ -102,6 +104,22 @@ class TrainingRun:
         samples = range(self.consumed_samples, self.consumed_samples + args.global_batch_size)
 
         def check(loss: float, grad_norm: float) -> None:
+    def _due(self, interval: int | None) -> bool:
+        return bool(interval) and self.iteration % interval == 0
+
+    def _evaluate(self, logger: MetricsLogger | None, interrupted: Callable[[], bool]) -> bool:
+        """The evaluations that follow this step, if any. Returns whether they went to their end, not `interrupted`."""
+        finished = self.iteration == self.args.train_iters
+        parts = ["valid"] if finished or self._due(self.args.eval_interval) else []
+        parts += ["test"] if finished and self.evaluator.has_test else []
+        for part in parts:
+            record = self.evaluator.evaluate(part, self.iteration, interrupted)
+            if record is None:
+                return False
+            if logger is not None:
+                logger.log_evaluation(record)
+        return True
+
             check_finite(loss, grad_norm, self.iteration + 1, self.consumed_samples, samples)
 
         result = train_step(self.model, self.optimizer, micro_batches, self.settings, self.device, self.dtype, check)

@@ -11,7 +11,10 @@ Worked example, llama3-8b on one stream of 8 tokens with documents of 3 and 5 to
 360256634880
 
 `MetricsLogger` belongs to one rank. Its console line is for a person, TensorBoard for comparing runs, the JSON lines for
-programs: one object a step, every step once, also across restarts.
+programs: one object a step, every step once, also across restarts. Evaluations have files of their own beside it:
+
+>>> str(evaluation_log("runs/log.jsonl", "valid"))
+'runs/log.valid.jsonl'
 """
 
 import dataclasses
@@ -27,9 +30,11 @@ from pathlib import Path
 from typing import TextIO
 
 from megacp.model.config import ModelConfig
+from megacp.training.position_loss import EvaluationRecord
 
 GIB = 2**30
 RECORD_START = '{"step": '
+EVALUATED_PARTS = {"valid": "eval", "test": "test"}  # how console and TensorBoard call them
 
 # Dense bf16 peak, FLOP/s, from NVIDIA's data sheets. The PCIe and NVL cards of these names are slower and not listed.
 PEAK_FLOPS = (
@@ -125,17 +130,27 @@ class StepRecord:
         )
 
     def to_json(self) -> str:
-        """One line of JSON. A number that JSON has no word for (nan, inf) becomes null."""
-        values = dataclasses.asdict(self)
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        return json.dumps(finite, allow_nan=False)
+        return json_line(dataclasses.asdict(self))
+
+
+def json_line(values: dict) -> str:
+    """One line of JSON. A number that JSON has no word for (nan, inf) becomes null."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return json.dumps(finite, allow_nan=False)
+
+
+def evaluation_log(jsonl: str | Path, part: str) -> Path:
+    """Where the evaluations of a run that logs to `jsonl` go: one object each, with the keys step and loss too."""
+    path = Path(jsonl)
+    return path.with_name(f"{path.stem}.{part}{path.suffix}")
 
 
 class MetricsLogger:
-    """Writes each StepRecord to the console, to TensorBoard and to a file of JSON lines; the last two when asked.
+    """Writes each StepRecord and EvaluationRecord to the console, to TensorBoard and to files of JSON lines; the last two when asked.
 
-    `first_step` is the step of the first record to come. Records of it and later ones that a previous run left in `jsonl`
-    are dropped, so that no step is there twice; a run from the start begins the file anew. `stream` None is standard output.
+    `first_step` is the step of the first record to come. Records of it and later ones that a previous run left in `jsonl` and
+    beside it are dropped, so that no step is there twice; a run from the start begins the files anew. `stream` None is standard
+    output.
     Use as a context manager.
     """
 
@@ -157,10 +172,13 @@ class MetricsLogger:
         self._stream = stream
         self._recent_times = deque(maxlen=20)  # seconds, for the ETA
         self._jsonl = None
+        self._evaluation_paths = {}
         if jsonl is not None:
             path = Path(jsonl)
             path.parent.mkdir(parents=True, exist_ok=True)
-            drop_steps_from(path, first_step)
+            self._evaluation_paths = {part: evaluation_log(path, part) for part in EVALUATED_PARTS}
+            for one in (path, *self._evaluation_paths.values()):
+                drop_steps_from(one, first_step)
             self._jsonl = path.open("a", encoding="utf-8")
         self._tensorboard = None if tensorboard_dir is None else _summary_writer(tensorboard_dir, first_step)
 
@@ -176,6 +194,18 @@ class MetricsLogger:
         if self._jsonl is not None:
             self._jsonl.write(record.to_json() + "\n")
             self._jsonl.flush()
+
+    def log_evaluation(self, record: EvaluationRecord) -> None:
+        name = EVALUATED_PARTS[record.part]
+        print(self._evaluation_line(name, record), file=self._stream, flush=True)
+        if self._tensorboard is not None:
+            for key, loss in record.losses_by_key().items():
+                if loss is not None:
+                    self._tensorboard.add_scalar(f"{name}/{key}", loss, record.step)
+            self._tensorboard.flush()
+        if record.part in self._evaluation_paths:
+            with self._evaluation_paths[record.part].open("a", encoding="utf-8") as file:
+                file.write(json_line(record.values()) + "\n")
 
     def close(self) -> None:
         if self._tensorboard is not None:
@@ -206,6 +236,14 @@ class MetricsLogger:
             f"ETA {duration_text(left)}",
         ]
         return " | ".join(part for part in parts if part is not None)
+
+
+    def _evaluation_line(self, name: str, record: EvaluationRecord) -> str:
+        width = len(str(self._train_iters))
+        losses = {"loss": record.loss} | dict(zip(record.buckets, record.losses))
+        parts = [f"{key} {'no labels' if loss is None else f'{loss:8.4f}'}" for key, loss in losses.items()]
+        size = f"{sum(record.tokens):,} labels in {record.time_s:.3f} s"
+        return " | ".join([f"{name} {record.step:>{width}}/{self._train_iters}", *parts, size])
 
 
 def duration_text(seconds: float) -> str:

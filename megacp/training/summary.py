@@ -49,12 +49,25 @@ def startup_summary(
         "memory": f"predicted per rank {memory.total / GIB:.2f} GiB: {parts}",
         "data": data.description,
         "timeout": f"{timeout.total_seconds() / 60:.0f} min for a collective",
+        **({"evaluation": evaluation_summary(args, data)} if args.eval_interval else {}),
         "counting": convention_text(peak),
     }
     return "\n".join([f"{key:10} {text}" for key, text in lines.items()] + [f"{'note':10} {note}" for note in notes])
 
 
 def predicted_step_seconds(
+def evaluation_summary(args: argparse.Namespace, data: TrainingData) -> str:
+    """What is evaluated when; whether sequences are too few for that."""
+    samples = args.eval_iters * args.global_batch_size
+
+    def share(part: SequenceDataset) -> str:
+        again = ", so some come again" if samples > len(part) else ""
+        return f"{samples:,} sequences of {len(part):,}{again}"
+
+    test = f"test at the end, {share(data.test)}" if data.test else f"no test: {data.without_test}"
+    return f"every {args.eval_interval} steps and at the end, {share(data.valid)}; {test}"
+
+
     args: argparse.Namespace, config: ModelConfig, layout: ParallelLayout, peak: float | None
 ) -> float:
     """A rough, pessimistic step time: whole sequences without document borders at a low share of the peak."""
