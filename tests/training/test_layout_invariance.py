@@ -43,7 +43,7 @@ LAYOUTS = {
     "DP4": (4, "--micro-batch-size 1"),
     "C2, U = cu": (2, "--micro-batch-size 4 --context-parallel-size 2 --upipe-heads-per-stage 2"),
     "C2, U = H": (2, "--micro-batch-size 4 --context-parallel-size 2 --cp-comm-type a2a"),
-    "C2, lean": (2, "--micro-batch-size 2 --context-parallel-size 2 --activation-memory lean"),
+    "C2, lean": (2, "--micro-batch-size 2 --context-parallel-size 2 --activation-memory lean --upipe-query-chunk 20"),
     "C2, attention again": (2, "--micro-batch-size 4 --context-parallel-size 2 --activation-memory host --recompute-granularity full"),
     "C4, U = cu, accumulation": (4, "--micro-batch-size 1 --context-parallel-size 4 --upipe-heads-per-stage 4"),
     "C4, U = H, accumulation 2": (4, "--micro-batch-size 2 --context-parallel-size 4 --cp-comm-type a2a"),
