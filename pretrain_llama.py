@@ -29,8 +29,8 @@ from megacp.checkpointing.random_state import seed_random_state
 from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.parallel_state import ParallelLayout
 from megacp.training.errors import explain_errors
-from megacp.training.initialize import collective_timeout, initialize_distributed, launched_rank, launched_world_size, select_device
 from megacp.training.evaluation import Evaluator
+from megacp.training.initialize import collective_timeout, initialize_distributed, launched_rank, launched_world_size, select_device
 from megacp.training.initialize import shut_down_distributed
 from megacp.training.loop import TrainingRun, device_peak_flops
 from megacp.training.metrics import MetricsLogger

@@ -225,16 +225,6 @@ def check_data(args: argparse.Namespace) -> None:
                 {"tokenizer_model": file})  # fmt: skip
 
 
-def _check_data_path(name: str, words: list[str]) -> None:
-    try:
-        parse_data_path(words, _flag(name))
-    except DatasetError as error:
-        paths = [word for word in words if not _is_number(word)] or words
-        blend = paths if len(paths) == 1 else [word for path in paths for word in ("1", path)]
-        raise ArgumentError(f"{error}; {_setting(name, blend)} works", ({name: blend},)) from None
-
-
-def check_state(args: argparse.Namespace) -> None:
 def check_evaluation(args: argparse.Namespace) -> None:
     """There is validation data when evaluation is on, and evaluation when there is data for nothing else."""
     interval = args.eval_interval
@@ -251,6 +241,16 @@ def check_evaluation(args: argparse.Namespace) -> None:
                 {"split": "969,30,1"}, {"eval_interval": None})  # fmt: skip
 
 
+def _check_data_path(name: str, words: list[str]) -> None:
+    try:
+        parse_data_path(words, _flag(name))
+    except DatasetError as error:
+        paths = [word for word in words if not _is_number(word)] or words
+        blend = paths if len(paths) == 1 else [word for path in paths for word in ("1", path)]
+        raise ArgumentError(f"{error}; {_setting(name, blend)} works", ({name: blend},)) from None
+
+
+def check_state(args: argparse.Namespace) -> None:
     if args.save_interval and not args.save:
         _refuse("save_interval", args.save_interval, "needs --save DIR", {"save": "checkpoints"}, {"save_interval": None})
 

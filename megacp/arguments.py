@@ -61,8 +61,8 @@ def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
     check_batch(args, world_size)
     check_schedule(args)
     check_data(args)
-    check_state(args)
     check_evaluation(args)
+    check_state(args)
 
     context = args.context_parallel_size
     if not args.upipe_heads_per_stage:
@@ -309,14 +309,6 @@ def _add_data(parser):
     add("--eod-mask-loss", action="store_true", help="no loss on what follows an end-of-document token")
 
 
-def _add_state(parser):
-    group = parser.add_argument_group("checkpoints")
-    add = group.add_argument
-    add("--save", metavar="DIR", help="where checkpoints go; one is written at the end of the run")
-    add("--load", metavar="DIR", help="continue from the newest checkpoint there, if any; any number of ranks")
-    add("--load-hf", metavar="DIR",
-        help="start from a Hugging Face folder, which gives the model too; once --load holds a checkpoint, that counts")
-    add("--save-interval", type=COUNT, metavar="STEPS", help="also save every so many steps")
 def _add_evaluation(parser):
     group = parser.add_argument_group("evaluation", "The loss of held-out data, by how much context a token has.")
     add = group.add_argument
@@ -325,6 +317,14 @@ def _add_evaluation(parser):
     add("--eval-iters", type=COUNT, default=10, metavar="N", help="global batches of an evaluation, the same ones each time")
 
 
+def _add_state(parser):
+    group = parser.add_argument_group("checkpoints")
+    add = group.add_argument
+    add("--save", metavar="DIR", help="where checkpoints go; one is written at the end of the run")
+    add("--load", metavar="DIR", help="continue from the newest checkpoint there, if any; any number of ranks")
+    add("--load-hf", metavar="DIR",
+        help="start from a Hugging Face folder, which gives the model too; once --load holds a checkpoint, that counts")
+    add("--save-interval", type=COUNT, metavar="STEPS", help="also save every so many steps")
     add("--ckpt-keep", type=COUNT, default=2, metavar="N", help="newest checkpoints that stay on disk")
 
 

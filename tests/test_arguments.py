@@ -205,11 +205,11 @@ DATA_CASES = [
     (["--train-data-path", "a", "--valid-data-path", "b", "c"], ["--valid-data-path", "found 'b'", "1 b 1 c works"]),
     (["--train-data-path", "a"], ["--train-data-path needs the --tokenizer-type"]),
     (["--data-path", "a", "--test-data-path", "b"], ["--test-data-path b", "--data-path is divided by --split"]),
-]
     (["--train-data-path", "a", "--valid-data-path", "b", "--tokenizer-type", "Byte"], ["--valid-data-path b", "--eval-interval 100 or"]),
     (["--train-data-path", "a", "--eval-interval", "7", "--tokenizer-type", "Byte"], ["--eval-interval 7 needs --valid-data-path"]),
     (["--data-path", "a", "--eval-interval", "7", "--split", "9,0,1", "--tokenizer-type", "Byte"],
      ["--eval-interval 7", "--split 9,0,1", "--split 969,30,1 or without --eval-interval works"]),
+]
 
 
 @pytest.mark.parametrize("flags, named", DATA_CASES)
@@ -296,9 +296,9 @@ def test_following_the_advice_ends_in_a_run_that_starts(data):
     args.device, args.attention_backend = draw("auto", "cpu"), draw("auto", "fa3", "torch")
     args.mock_data, args.data_path = draw(True, False), draw(None, ["a"], ["a", "b"], ["1", "a", "x"], ["-1", "a"])
     args.train_data_path, args.valid_data_path = draw(None, ["a"], ["a", "b"]), draw(None, ["a"], ["1", "a", "x"])
+    args.eval_interval = draw(None, 5)
     args.balance_batches, args.attention_mask = draw(True, False), draw("document", "causal")
     args.tokenizer_type = draw(None, "Byte", "SentencePiece")
-    args.eval_interval = draw(None, 5)
     args.split = draw("969,30,1", "x", "0,0,0", "1,1,1,1")
     args.save_interval = draw(None, 3)
     args.rope_scaling_type = draw(None, "none", "llama3", "yarn")
@@ -320,10 +320,10 @@ def test_following_the_advice_ends_in_a_run_that_starts(data):
     assert args.lr_warmup_iters < args.train_iters and args.min_lr <= args.lr
     assert bool(args.mock_data) + bool(args.data_path) + bool(args.train_data_path) == 1
     assert args.train_data_path or not args.valid_data_path
-
-
     assert args.eval_interval or not args.valid_data_path
     assert args.valid_data_path or not (args.train_data_path and args.eval_interval)
+
+
 ONE_MISTAKE = [case for case in CASES[1:] if not {"--data-path", "--train-data-path"} & set(case[0])]
 
 

@@ -5,28 +5,27 @@
     run.train(logger)               # to --train-iters, or to the end of the step in which SIGTERM came
 
 The position in the data is one number, `consumed_samples`, whatever the layout. `iteration` counts finished steps; a
-checkpoint is the state between two steps.
+checkpoint is the state between two steps. Evaluations, too, are between two steps, after the checkpoint.
 """
 
 import argparse
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from megacp import parallel_state
 from megacp.checkpointing.distributed import latest_iteration, load_checkpoint, save_checkpoint
 from megacp.checkpointing.weights import config_to_json
-from megacp.data.batch import PackedBatch, build_micro_batch
+from megacp.data.batch import PackedBatch
 from megacp.data.dataset import SequenceDataset
-from megacp.data.packing import sum_squares
-from megacp.data.sampler import balanced_micro_batches, micro_batch_indices
-from megacp.training.evaluation import Evaluator
 from megacp.model.config import ModelConfig
 from megacp.model.llama import Llama
+from megacp.training.evaluation import Evaluator
 from megacp.training.metrics import MetricsLogger, StepRecord, model_flops_per_step, peak_flops
+from megacp.training.micro_batches import micro_batches
 from megacp.training.resilience import TerminationSignal, check_finite
 from megacp.training.schedule import learning_rate
 from megacp.training.step import StepResult, StepSettings, train_step
@@ -47,8 +46,8 @@ class TrainingRun:
     dataset: SequenceDataset
     eod: int | None
     device: torch.device
-    evaluator: Evaluator | None = None  # every --eval-interval steps
     dtype: torch.dtype
+    evaluator: Evaluator | None = None  # every --eval-interval steps
     iteration: int = 0
     consumed_samples: int = 0
     attention_backend: str = ""  # of the last step; depends on its documents
@@ -78,32 +77,30 @@ class TrainingRun:
 
     def train(self, logger: MetricsLogger | None) -> None:
         """Trains to --train-iters. `logger` is rank 0's; None elsewhere. A signal ends the run after the step, with a checkpoint."""
-        args = self.args
+        args, ranks = self.args, parallel_state.get_data_parallel_group(with_context_parallel=True)
         with TerminationSignal() as termination:
+
+            def interrupted() -> bool:
+                return termination.received(ranks)
+
             while self.iteration < args.train_iters:
                 record = self._step()
                 if logger is not None:
                     logger.log(record)
-                stopping = termination.received(parallel_state.get_data_parallel_group(with_context_parallel=True))
-                last = stopping or self.iteration == args.train_iters
-                if args.save and (last or (args.save_interval and self.iteration % args.save_interval == 0)):
+                stopping = interrupted()
+                saving = stopping or self.iteration == args.train_iters or self._due(args.save_interval)
+                if args.save and saving:
                     self._save()
+                if not stopping and self.evaluator is not None:
+                    stopping = not self._evaluate(logger, interrupted)
+                    if args.save and stopping and not saving:
+                        self._save()
                 if stopping:
                     if dist.get_rank() == 0:
                         saved = f"saved in {args.save}; --load {args.save} goes on from there" if args.save else "nothing saved: no --save"
                         print(f"{termination.name or 'a signal on another rank'}: stopped after step {self.iteration}, {saved}", flush=True)
                     return
 
-    def _step(self) -> StepRecord:
-        """One optimizer step on the next global batch."""
-        args, start = self.args, time.perf_counter()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        micro_batches = self._next_micro_batches()
-        rate = self._set_learning_rate()
-        samples = range(self.consumed_samples, self.consumed_samples + args.global_batch_size)
-
-        def check(loss: float, grad_norm: float) -> None:
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.iteration % interval == 0
 
@@ -120,9 +117,19 @@ class TrainingRun:
                 logger.log_evaluation(record)
         return True
 
+    def _step(self) -> StepRecord:
+        """One optimizer step on the next global batch."""
+        args, start = self.args, time.perf_counter()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        batches = self._next_micro_batches()
+        rate = self._set_learning_rate()
+        samples = range(self.consumed_samples, self.consumed_samples + args.global_batch_size)
+
+        def check(loss: float, grad_norm: float) -> None:
             check_finite(loss, grad_norm, self.iteration + 1, self.consumed_samples, samples)
 
-        result = train_step(self.model, self.optimizer, micro_batches, self.settings, self.device, self.dtype, check)
+        result = train_step(self.model, self.optimizer, batches, self.settings, self.device, self.dtype, check)
         if result.backend.name != self.attention_backend and dist.get_rank() == 0:
             print(f"{'attention':10} {result.backend.reason}", flush=True)
         self.attention_backend = result.backend.name
@@ -132,24 +139,7 @@ class TrainingRun:
 
     def _next_micro_batches(self) -> list[PackedBatch]:
         """This rank's tokens of the next global batch, one entry per accumulation step. A few MB: read whole before the step."""
-        args = self.args
-        share = (
-            self.consumed_samples, args.global_batch_size, args.micro_batch_size,
-            parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size(),
-        )  # fmt: skip
-        indices = balanced_micro_batches(*share, self._attention_work) if args.balance_batches else micro_batch_indices(*share)
-        return [
-            build_micro_batch(
-                self.dataset, samples, parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size(),
-                vocab_size=self.config.vocab_size, eod=self.eod, attention_mask=args.attention_mask,
-                reset_position_ids=args.reset_position_ids, eod_mask_loss=args.eod_mask_loss,
-            )  # fmt: skip
-            for samples in indices
-        ]
-
-    def _attention_work(self, sample: int) -> int:
-        """Sum of the squared lengths of its documents."""
-        return sum_squares(np.diff(self.dataset.document_borders(sample)))
+        return list(micro_batches(self.dataset, self.consumed_samples, self.args, self.config.vocab_size, self.eod))
 
     def _set_learning_rate(self) -> float:
         args = self.args

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 
 from megacp.context_parallel.head_schedule import HeadSchedule
+from megacp.data.dataset import SequenceDataset
 from megacp.memory.estimate import GIB, estimate_memory
 from megacp.model.config import ModelConfig
 from megacp.parallel_state import ParallelLayout
@@ -48,14 +49,13 @@ def startup_summary(
         f"time, {accumulation} accumulated; attention mask {args.attention_mask}",
         "memory": f"predicted per rank {memory.total / GIB:.2f} GiB: {parts}",
         "data": data.description,
-        "timeout": f"{timeout.total_seconds() / 60:.0f} min for a collective",
         **({"evaluation": evaluation_summary(args, data)} if args.eval_interval else {}),
+        "timeout": f"{timeout.total_seconds() / 60:.0f} min for a collective",
         "counting": convention_text(peak),
     }
     return "\n".join([f"{key:10} {text}" for key, text in lines.items()] + [f"{'note':10} {note}" for note in notes])
 
 
-def predicted_step_seconds(
 def evaluation_summary(args: argparse.Namespace, data: TrainingData) -> str:
     """What is evaluated when; whether sequences are too few for that."""
     samples = args.eval_iters * args.global_batch_size
@@ -68,6 +68,7 @@ def evaluation_summary(args: argparse.Namespace, data: TrainingData) -> str:
     return f"every {args.eval_interval} steps and at the end, {share(data.valid)}; {test}"
 
 
+def predicted_step_seconds(
     args: argparse.Namespace, config: ModelConfig, layout: ParallelLayout, peak: float | None
 ) -> float:
     """A rough, pessimistic step time: whole sequences without document borders at a low share of the peak."""

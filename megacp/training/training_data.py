@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from megacp.data.dataset import MockDataset, SequenceDataset, build_dataset, build_datasets
 from megacp.data.tokenizer import build_tokenizer
-from megacp.model.config import ModelConfig
 from megacp.data.indexed_dataset import DatasetError
+from megacp.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class TrainingData:
     eod: int | None
     vocab_size: int
     description: str
-
     valid: SequenceDataset | None = None
     test: SequenceDataset | None = None
     without_test: str = ""
+
 
 def open_training_data(args: argparse.Namespace, config: ModelConfig) -> TrainingData:
     """Raises DatasetError (a ValueError) naming the file or flag when the data cannot be used."""
