@@ -21,7 +21,6 @@ from megacp.argument_checks import (
     check_batch,
     check_data,
     check_evaluation,
-    check_memory,
     check_model,
     check_parallel,
     check_pretrained,
