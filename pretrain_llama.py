@@ -28,6 +28,7 @@ from megacp.checkpointing.huggingface import HuggingFaceWeights
 from megacp.checkpointing.random_state import seed_random_state
 from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.parallel_state import ParallelLayout
+from megacp.training.activation_plans import activation_geometry, activation_plans, check_budgets
 from megacp.training.errors import explain_errors
 from megacp.training.evaluation import Evaluator
 from megacp.training.initialize import collective_timeout, initialize_distributed, launched_rank, launched_world_size, select_device
@@ -62,6 +63,7 @@ def main() -> int:
         timeout = collective_timeout(args.distributed_timeout_minutes, step_seconds)
         if is_first_rank:
             print(startup_summary(args, config, layout, schedule, device, dtype, data, timeout, notes), flush=True)
+        check_budgets(args, activation_plans(args, config.num_layers), activation_geometry(args, config, layout, schedule, dtype))
         initialize_distributed(layout, device, timeout, fake=args.dry_run)
         model = build_model(config, parallel_state.get_data_context_mesh(), dtype)
         if args.dry_run:

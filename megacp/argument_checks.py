@@ -167,6 +167,16 @@ def check_batch(args: argparse.Namespace, world_size: int) -> None:
                 *_values("attention_backend", ["auto", "torch", "reference"]))  # fmt: skip
 
 
+def check_memory(args: argparse.Namespace) -> None:
+    """Activations on disk have a directory."""
+    directory = {"disk_offload_dir": "/tmp"}
+    if args.activation_memory == "disk" and not args.disk_offload_dir:
+        reason = "needs --disk-offload-dir, a directory on a fast local disk"
+        _refuse("activation_memory", "disk", reason, directory, {"activation_memory": "host"})
+    if args.disk_memory_gib is not None and not args.disk_offload_dir:
+        _refuse("disk_memory_gib", args.disk_memory_gib, "needs --disk-offload-dir", directory, {"disk_memory_gib": None})
+
+
 def check_schedule(args: argparse.Namespace) -> None:
     """Warm-up, decay and end of the run come in this order, and the learning rate does not end above its start."""
     if args.min_lr > args.lr:

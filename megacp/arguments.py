@@ -21,6 +21,7 @@ from megacp.argument_checks import (
     check_batch,
     check_data,
     check_evaluation,
+    check_memory,
     check_model,
     check_parallel,
     check_pretrained,
@@ -58,6 +59,7 @@ def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
     check_model(args, config)
     check_parallel(args, config, world_size)
     check_batch(args, world_size)
+    check_memory(args)
     check_schedule(args)
     check_data(args)
     check_evaluation(args)
@@ -244,10 +246,16 @@ def _add_parallel(parser):
 def _add_memory(parser):
     group = parser.add_argument_group("activation memory", "Where a layer keeps what its backward needs: its input, its attention output.")
     add = group.add_argument
-    add("--activation-memory", choices=("gpu", "host", "lean"), default="gpu",
-        help="host: in pinned host memory; lean: there too, and the backward's own gradients stream through it")  # fmt: skip
+    add("--activation-memory", choices=("gpu", "host", "disk", "lean"), default="gpu",
+        help="host: in pinned host memory; disk: in --disk-offload-dir; lean: as host, and the backward's own gradients too")  # fmt: skip
     add("--recompute-granularity", choices=("selective", "full"), default="selective",
         help="selective: all but the attention is made again in the backward; full: the attention too, which keeps half as much")  # fmt: skip
+    add("--host-memory-gib", type=POSITIVE, metavar="GIB",
+        help="host memory that the activations of one rank may take; a plan that needs more is refused (default: no limit)")  # fmt: skip
+    add("--disk-offload-dir", metavar="DIR",
+        help="directory on a fast local disk for --activation-memory disk; a file a rank, gone when the run ends, however it ends")  # fmt: skip
+    add("--disk-memory-gib", type=POSITIVE, metavar="GIB",
+        help="room there that the activations of one rank may take; a plan that needs more is refused (default: no limit)")  # fmt: skip
 
 
 def _add_training(parser):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megacp.memory.copies import Copies, Event
 
-ALIGNMENT = 512  # bytes, between tensors
+ALIGNMENT = 4096  # bytes, between tensors: a page, as direct I/O to a disk wants
 
 
 class Pending:
@@ -46,13 +46,16 @@ class HostPool:
         self._taken = 0
 
     def take(self, bytes_: int) -> "HostRegion":
+        return HostRegion(self.take_memory(bytes_))
+
+    def take_memory(self, bytes_: int) -> Tensor:
         first = self._taken
         self._taken += padded(bytes_)
-        return HostRegion(self._memory[first : first + bytes_])
+        return self._memory[first : first + bytes_]
 
 
 def padded(bytes_: int) -> int:
-    """`bytes_` as the pool counts them."""
+    """`bytes_` as a pool counts them."""
     return -(-bytes_ // ALIGNMENT) * ALIGNMENT
 
 

@@ -57,6 +57,20 @@ class Geometry:
         return [(a, min(a + self.tile_size, self.tokens)) for a in range(0, self.tokens, self.tile_size)]
 
     def bytes_of(self, name: str) -> int:
+    @property
+    def disk_chunk(self) -> int:
+        """Bytes of one transfer to or from disk: a block of the attention output, within what suits a disk."""
+        block = min(self.tile_size, self.tokens) * self.stage_heads * self.head_dim * self.dtype.itemsize
+        return padded(min(max(block, SMALLEST_TRANSFER), LARGEST_TRANSFER))
+
+    @property
+    def disk_staging(self) -> int:
+        """Bytes of host memory between device and disk: a stage of the attention output can arrive under the attention before it."""
+        stage = self.bytes_of("output") // self.num_stages
+        tile_Td = min(self.tile_size, self.tokens) * self.hidden_size * self.dtype.itemsize
+        chunks = -(-max(stage, 2 * tile_Td) // self.disk_chunk)
+        return (max(chunks, LEAST_TRANSFERS) + 1) * self.disk_chunk  # one more, for an aligned beginning
+
         """Bytes of a tensor of a `LayerPlan` on this rank."""
         if name in ("h", "residual_grad"):
             return self.tokens * self.hidden_size * self.dtype.itemsize
@@ -65,30 +79,51 @@ class Geometry:
 
 
 KEPT, SCRATCH = ("h", "output", "lse"), ("residual_grad", "output_grad")
+# Bytes of a transfer: smaller ones do not fill an NVMe, larger ones wait for each other. And how many there is room for at least.
+SMALLEST_TRANSFER, LARGEST_TRANSFER, LEAST_TRANSFERS = 2**20, 2**23, 8
+
 
 
 def planned_bytes(plans: list[LayerPlan], geometry: Geometry, place: str) -> int:
-    """Bytes that `plans` put on `place` ("gpu", "host", "disk"); what lives during one layer's backward counts once."""
+    """Bytes that `plans` put on `place` ("gpu", "host", "disk"); what lives during one layer's backward counts once.
+
+    The way to disk leads through the host: the staging memory counts there.
+    """
     kept = sum(padded(geometry.bytes_of(name)) for plan in plans for name in KEPT if getattr(plan, name) == place)
     scratch = (padded(geometry.bytes_of(name)) for name in SCRATCH if any(getattr(plan, name) == place for plan in plans))
-    return kept + sum(scratch)
+    staging = padded(geometry.disk_staging) if place == HOST and uses_disk(plans) else 0
+    return kept + sum(scratch) + staging
+
+
+def uses_disk(plans: list[LayerPlan]) -> bool:
+    return any(getattr(plan, name) == DISK for plan in plans for name in KEPT)
 
 
 class ActivationStore:
-    """One per run and rank; `plans` has a plan a layer. Raises ValueError when the host cannot give the memory."""
+    """One per run and rank; `plans` has a plan a layer, and `disk_directory` is where those on disk go.
 
-    def __init__(self, plans: list[LayerPlan], geometry: Geometry, device: torch.device):
+    Raises ValueError when host or disk cannot give the room.
+    """
+
+    def __init__(self, plans: list[LayerPlan], geometry: Geometry, device: torch.device, disk_directory: str | None = None):
         self.plans, self.geometry = plans, geometry
         self.copies = Copies(device)
-        pool = HostPool(planned_bytes(plans, geometry, HOST), pinned=device.type == "cuda")
+        host = HostPool(planned_bytes(plans, geometry, HOST), pinned=device.type == "cuda")
+        pools: dict[str, HostPool | DiskPool] = {HOST: host}
+        if uses_disk(plans):
+            if disk_directory is None:
+                raise ValueError("activations on disk need --disk-offload-dir DIR, a directory on a local disk")
+            staging = host.take_memory(geometry.disk_staging)
+            on_disk = planned_bytes(plans, geometry, DISK)
+            pools[DISK] = DiskPool(disk_directory, on_disk, staging, geometry.disk_chunk, device)
         self._regions = {
-            (layer, name): pool.take(geometry.bytes_of(name))
+            (layer, name): pools[getattr(plan, name)].take(geometry.bytes_of(name))
             for layer, plan in enumerate(plans)
             for name in KEPT
-            if getattr(plan, name) == HOST
+            if getattr(plan, name) in pools
         }
         self._scratch = {
-            name: pool.take(geometry.bytes_of(name)) for name in SCRATCH if any(getattr(plan, name) == HOST for plan in plans)
+            name: host.take(geometry.bytes_of(name)) for name in SCRATCH if any(getattr(plan, name) == HOST for plan in plans)
         }
         self._forwards = [0] * len(plans)
 
@@ -100,7 +135,7 @@ class ActivationStore:
     def forwards(self, layer: int) -> int:
         return self._forwards[layer]
 
-    def region(self, layer: int, name: str):
+    def region(self, layer: int, name: str) -> HostRegion | DiskRegion | None:
         """Where `name` of `layer` lies; None: on the device."""
         return self._regions.get((layer, name))
 

@@ -1,6 +1,10 @@
 """Where activations live changes no number: loss and every gradient are equal bit by bit under every plan, on 1 and 2 ranks."""
 
 import itertools
+import os
+import random
+import tempfile
+import time
 
 import pytest
 import torch
@@ -22,13 +26,23 @@ HOST_PLANS = [
     if output != RECOMPUTE or lse == GPU
 ]
 
+DISK_PLANS = [
+    LayerPlan(h=DISK),
+    LayerPlan(output=DISK, residual_grad=HOST),
+    LayerPlan(h=DISK, output=DISK, lse=HOST),
+    LayerPlan(h=HOST, output=DISK, lse=HOST, output_grad=HOST),
+    LayerPlan(h=DISK, output=RECOMPUTE, lse=RECOMPUTE, residual_grad=HOST, output_grad=HOST),
+]
 
 def _gradients(config, heads_per_stage, query_chunk, plan, micro_batches):
     """Losses and gradients of a model that sees `micro_batches` streams, one after the other, over one store."""
     mine = shard(parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size())
     model = Llama(config)
     model.load_state_dict(random_parameters(config, 0.2, seed=3))
-    context = layer_context(config, STREAMS["documents, positions reset"], heads_per_stage, TILE, plan=plan, query_chunk=query_chunk)
+    context = layer_context(
+        config, STREAMS["documents, positions reset"], heads_per_stage, TILE, plan=plan, query_chunk=query_chunk,
+        disk_directory=tempfile.gettempdir(),
+    )  # fmt: skip
     losses = []
     for number in range(micro_batches):
         generator = torch.Generator().manual_seed(number)
@@ -65,6 +79,28 @@ def test_every_plan_gives_the_same_bits(world_size, heads, kv_heads, heads_per_s
 
 
 def _forward_twice(rank, world_size):
+def _all_equal_on_a_slow_disk(*arguments):
+    """Every step in the background takes up to 10 ms, some much less than the next: any order that is possible happens."""
+
+    def slow(function):
+        def call(*args):
+            time.sleep(random.choice((0, 0, 0.001, 0.01)))
+            return function(*args)
+
+        return call
+
+    os.pwrite, os.preadv, disk_region._copy = slow(os.pwrite), slow(os.preadv), slow(disk_region._copy)
+    return _all_equal(*arguments)
+
+
+@pytest.mark.parametrize(
+    "world_size, heads, kv_heads, heads_per_stage, query_chunk", [(1, 8, 2, 4, None), (2, 12, 4, 4, None), (2, 4, 1, 4, 2 * TILE)]
+)
+def test_plans_with_a_slow_disk_give_the_same_bits(world_size, heads, kv_heads, heads_per_stage, query_chunk):
+    arguments = heads, kv_heads, heads_per_stage, query_chunk, DISK_PLANS
+    assert run_distributed(_all_equal_on_a_slow_disk, world_size, *arguments) == [len(DISK_PLANS)] * world_size
+
+
     parallel_state.initialize_model_parallel(ParallelLayout(world_size, world_size))
     config = tiny_config(8, 2, num_layers=1)
     model = Llama(config)

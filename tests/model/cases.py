@@ -74,6 +74,7 @@ def shard(rank: int, world_size: int) -> slice:
 def layer_context(
     config: ModelConfig, stream: Stream, heads_per_stage: int, tile_size: int, backend: str = "reference",
     dtype: torch.dtype = torch.float32, plan: LayerPlan = LayerPlan(), query_chunk: int | None = None,
+    disk_directory: str | None = None,
 ) -> LayerContext:
     """What the layers are called with on this rank; the groups of `parallel_state` must exist."""
     rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
@@ -88,7 +89,7 @@ def layer_context(
         inv_freq_D2=inverse_frequencies(config.kv_channels, config.rotary_base, config.rope_scaling),
         rotary_factor=attention_factor(config.rope_scaling),
         tile_size=tile_size,
-        store=ActivationStore([plan] * config.num_layers, geometry, torch.device("cpu")),
+        store=ActivationStore([plan] * config.num_layers, geometry, torch.device("cpu"), disk_directory),
     )
 
 
