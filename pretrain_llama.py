@@ -59,11 +59,11 @@ def main() -> int:
         schedule = build_head_schedule(
             config.num_attention_heads, config.num_query_groups, layout.ulysses_degree, args.upipe_heads_per_stage
         )
+        check_budgets(args, activation_plans(args, config.num_layers), activation_geometry(args, config, layout, schedule, dtype))
         step_seconds = predicted_step_seconds(args, config, layout, device_peak_flops(device))
         timeout = collective_timeout(args.distributed_timeout_minutes, step_seconds)
         if is_first_rank:
             print(startup_summary(args, config, layout, schedule, device, dtype, data, timeout, notes), flush=True)
-        check_budgets(args, activation_plans(args, config.num_layers), activation_geometry(args, config, layout, schedule, dtype))
         initialize_distributed(layout, device, timeout, fake=args.dry_run)
         model = build_model(config, parallel_state.get_data_context_mesh(), dtype)
         if args.dry_run:

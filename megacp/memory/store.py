@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megacp.context_parallel.head_schedule import HeadSchedule
 from megacp.memory.copies import Copies
-from megacp.memory.host_region import HostPool, Pending, padded
-from megacp.memory.policy import GPU, HOST, LayerPlan
+from megacp.memory.disk_region import DiskPool, DiskRegion
+from megacp.memory.host_region import HostPool, HostRegion, Pending, padded
+from megacp.memory.policy import DISK, GPU, HOST, RECOMPUTE, LayerPlan
 from megacp.memory.shelves import DeviceBlocks, DeviceRows, DeviceStages, RegionBlocks, RegionRows, RegionStages, Tiles
 from megacp.model.config import ModelConfig
 
@@ -56,7 +57,6 @@ class Geometry:
     def tiles(self) -> Tiles:
         return [(a, min(a + self.tile_size, self.tokens)) for a in range(0, self.tokens, self.tile_size)]
 
-    def bytes_of(self, name: str) -> int:
     @property
     def disk_chunk(self) -> int:
         """Bytes of one transfer to or from disk: a block of the attention output, within what suits a disk."""
@@ -71,6 +71,7 @@ class Geometry:
         chunks = -(-max(stage, 2 * tile_Td) // self.disk_chunk)
         return (max(chunks, LEAST_TRANSFERS) + 1) * self.disk_chunk  # one more, for an aligned beginning
 
+    def bytes_of(self, name: str) -> int:
         """Bytes of a tensor of a `LayerPlan` on this rank."""
         if name in ("h", "residual_grad"):
             return self.tokens * self.hidden_size * self.dtype.itemsize
@@ -78,10 +79,10 @@ class Geometry:
         return heads * (self.lse_dtype.itemsize if name == "lse" else self.head_dim * self.dtype.itemsize)
 
 
-KEPT, SCRATCH = ("h", "output", "lse"), ("residual_grad", "output_grad")
 # Bytes of a transfer: smaller ones do not fill an NVMe, larger ones wait for each other. And how many there is room for at least.
 SMALLEST_TRANSFER, LARGEST_TRANSFER, LEAST_TRANSFERS = 2**20, 2**23, 8
 
+KEPT, SCRATCH = ("h", "output", "lse"), ("residual_grad", "output_grad")
 
 
 def planned_bytes(plans: list[LayerPlan], geometry: Geometry, place: str) -> int:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megacp import parallel_state
-from megacp.memory.policy import DISK, GPU, HOST, RECOMPUTE, LayerPlan
+from megacp.memory import disk_region
+from megacp.memory.policy import DISK, GPU, HOST, PLANS, RECOMPUTE, LayerPlan
 from megacp.model.llama import Llama
 from megacp.parallel_state import ParallelLayout
 from tests.distributed import run_distributed
@@ -25,7 +26,6 @@ HOST_PLANS = [
     )
     if output != RECOMPUTE or lse == GPU
 ]
-
 DISK_PLANS = [
     LayerPlan(h=DISK),
     LayerPlan(output=DISK, residual_grad=HOST),
@@ -33,6 +33,7 @@ DISK_PLANS = [
     LayerPlan(h=HOST, output=DISK, lse=HOST, output_grad=HOST),
     LayerPlan(h=DISK, output=RECOMPUTE, lse=RECOMPUTE, residual_grad=HOST, output_grad=HOST),
 ]
+
 
 def _gradients(config, heads_per_stage, query_chunk, plan, micro_batches):
     """Losses and gradients of a model that sees `micro_batches` streams, one after the other, over one store."""
@@ -78,7 +79,6 @@ def test_every_plan_gives_the_same_bits(world_size, heads, kv_heads, heads_per_s
     assert run_distributed(_all_equal, world_size, *arguments) == [len(plans)] * world_size
 
 
-def _forward_twice(rank, world_size):
 def _all_equal_on_a_slow_disk(*arguments):
     """Every step in the background takes up to 10 ms, some much less than the next: any order that is possible happens."""
 
@@ -101,6 +101,7 @@ def test_plans_with_a_slow_disk_give_the_same_bits(world_size, heads, kv_heads, 
     assert run_distributed(_all_equal_on_a_slow_disk, world_size, *arguments) == [len(DISK_PLANS)] * world_size
 
 
+def _forward_twice(rank, world_size):
     parallel_state.initialize_model_parallel(ParallelLayout(world_size, world_size))
     config = tiny_config(8, 2, num_layers=1)
     model = Llama(config)
