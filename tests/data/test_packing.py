@@ -97,6 +97,15 @@ def test_what_is_dropped_is_asked_for_and_counted(case, shortest, min_fill):
     assert counts.packed_tokens == sum(lengths) - counts.short_tokens - counts.emptier_tokens
 
 
+@settings(max_examples=100, deadline=None)
+@given(case=cases)
+def test_sequences_are_in_the_order_of_their_largest_piece(case):
+    lengths, seq_length, separator = case
+    sequences = sequences_of(pack(np.array(lengths), seq_length, separator=separator), lengths, seq_length, int(separator))
+    largest = [min(pieces, key=lambda piece: (piece[1] - piece[2], piece[:2]))[:2] for pieces in sequences]
+    assert largest == sorted(largest)
+
+
 def test_sequences_of_a_long_document_are_neighbours():
     packing = pack(np.array([5, 40, 5, 5, 33]), 10)
     holding = [{pieces[0] for pieces in sequence} for sequence in sequences_of(packing, [5, 40, 5, 5, 33], 10, 0)]

@@ -67,6 +67,7 @@ def test_reads_are_the_pieces_laid_end_to_end(tmp_path_factory, layout, cut):
         stop = cut.draw(st.integers(start, seq_length + 1))
         piece = plan.tokens(i, start, stop)
         assert piece.dtype == np.int64 and piece.tolist() == ids[start:stop]
+        assert [int(plan.tokens(i, place, place + 1)[0]) for place in range(seq_length + 1)] == ids
         filled = int(plan.filled[i])
         assert plan.label_count(i) == (filled if filled == seq_length and ids[-1] != PADDING else filled - 1)
     pieces = [piece for i in range(len(plan)) for piece in plan.pieces(i)]
