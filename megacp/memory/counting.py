@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors on a CPU as the GPU's allocator would: live now, and the most since the last reset.
+"""Counts the bytes of tensors without a GPU as the GPU's allocator would: live now, and the most since the last reset.
 
     with AllocationCounter() as counter:
         x = torch.empty(1024)               # counter.live_bytes() == 4096
@@ -16,21 +16,25 @@ kernel allocates and frees inside itself.
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 PACKAGE = str(Path(__file__).parents[1])
 
 
 class AllocationCounter(TorchDispatchMode):
-    """A context manager; sees what runs in its thread, which on a CPU includes autograd's backward."""
+    """A context manager; sees what runs in its thread, which without a GPU includes autograd's backward.
 
-    def __init__(self):
+    `device_type` "meta" counts tensors that have shapes and no memory: a layer at its true size, in a moment.
+    """
+
+    def __init__(self, device_type: str = "cpu"):
         super().__init__()
+        self._device_type = device_type
         self._storages: dict[int, tuple[weakref.ref, int, str]] = {}  # by address: (the storage, bytes, where it was made)
         self._foreign: dict[int, weakref.ref] = {}  # from before
         self._live = self._peak = 0
@@ -73,14 +77,22 @@ class AllocationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls us again for its local part
-        kwargs = kwargs or {}
-        for storage in _cpu_storages((args, kwargs)):
+        given = [*self._storages_in(args), *self._storages_in((kwargs or {}).values())]
+        for storage in given:
             if storage._cdata not in self._storages:
                 self._remember_foreign(storage)
-        result = function(*args, **kwargs)
-        for storage in _cpu_storages((args, kwargs, result)):  # an operator may resize what it is given
+        result = function(*args, **(kwargs or {}))
+        for storage in (*given, *self._storages_in((result,))):  # an operator may resize what it is given
             self._update(storage)
         return result
+
+    def _storages_in(self, values: Iterable) -> Iterator[torch.UntypedStorage]:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if value.device.type == self._device_type:
+                    yield value.untyped_storage()
+            elif isinstance(value, (list, tuple)):
+                yield from self._storages_in(value)
 
     def _remember_foreign(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -109,10 +121,6 @@ class AllocationCounter(TorchDispatchMode):
         if self._live > self._peak or not self._peak:
             self._peak = self._live
             self._holders_at_peak = [(site, bytes_) for _, bytes_, site in self._storages.values()]
-
-
-def _cpu_storages(tree) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu"]
 
 
 def _site() -> str:
