@@ -36,6 +36,7 @@ from megacp.training.initialize import shut_down_distributed
 from megacp.training.loop import TrainingRun, device_peak_flops
 from megacp.training.metrics import MetricsLogger
 from megacp.training.optimizer import build_optimizer
+from megacp.training.path_checks import check_logs, check_paths
 from megacp.training.sharding import allocate_weights, build_model
 from megacp.training.step import step_settings
 from megacp.training.summary import predicted_step_seconds, startup_summary
@@ -50,6 +51,9 @@ def main() -> int:
         config = model_config_from_args(args)
         device = select_device(args.device)
         dtype = resolve_precision(args, device)
+        check_paths(args)
+        if is_first_rank:
+            check_logs(args)
         data = open_training_data(args, config)
         check_vocab_size(config, data.vocab_size)
         resuming = args.load is not None and latest_iteration(args.load) is not None

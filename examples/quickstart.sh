@@ -4,7 +4,7 @@
 #   bash examples/quickstart.sh --train-iters 200              longer
 #   OUT=/somewhere NPROC=4 bash examples/quickstart.sh --context-parallel-size 4
 # The text is the Python standard library's own source code. Everything is written below OUT (default quickstart-output); a second run
-# starts training anew and makes again only what is missing.
+# starts training anew, puts the checkpoints of the one before aside, and makes again only what is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-quickstart-output}
@@ -30,6 +30,10 @@ say "3/4  tokens: $OUT/stdlib.bin and .idx"
     --tokenizer-type SentencePiece --tokenizer-model "$OUT/tokenizer.model" --append-eod --workers 2
 
 say "4/4  training on $NPROC ranks"
+case " $* " in
+  *" --load "* | *" --load="*) ;;  # goes on from there
+  *) [ ! -d "$OUT/checkpoints" ] || { rm -rf "$OUT/checkpoints.before" && mv "$OUT/checkpoints" "$OUT/checkpoints.before"; } ;;
+esac
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" pretrain_llama.py \
   --model llama-tiny --seq-length 8192 --context-parallel-size "$NPROC" --cp-comm-type upipe \
   --data-path "$OUT/stdlib" --split 100,0,0 --tokenizer-type SentencePiece --tokenizer-model "$OUT/tokenizer.model" \

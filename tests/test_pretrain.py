@@ -166,6 +166,18 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_file(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_a_run_does_not_save_over_what_it_did_not_load_and_says_when_nothing_is_left(data, tmp_path):
+    flags = [*MODEL, *data, "--train-iters", 3, "--save", tmp_path / "ckpt", "--log-jsonl", tmp_path / "log"]
+    assert run(flags).returncode == 0
+    saved = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    other = run([*flags, "--num-layers", 1])
+    assert other.returncode == 2 and f"--save {tmp_path / 'ckpt'}" in other.stderr and "Traceback" not in other.stderr
+    again = run([*flags, "--load", tmp_path / "ckpt"])
+    assert again.returncode == 0 and "nothing left to train: --train-iters 3" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("iter_*/*")}.items() <= saved.items()
+    assert len(records(tmp_path / "log")) == 3
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_a_damaged_checkpoint_is_refused_by_name(data, tmp_path, damage):
     flags = [*MODEL, *data, "--train-iters", 3, "--save", tmp_path / "ckpt"]

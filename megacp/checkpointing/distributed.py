@@ -216,10 +216,11 @@ def _prune(directory: Path, keep: int | None, iteration: int) -> None:
 def _clean_up(directory: Path, iteration: int) -> str:
     """Removes the partial folder and says how things stand."""
     working = directory / (folder.folder_name(iteration) + folder.INCOMPLETE)
+    outcome = ""
     try:
         if working.exists():
             shutil.rmtree(working)
-        outcome = "The partial folder was removed. "
+            outcome = "The partial folder was removed. "
     except OSError as error:
         outcome = f"The partial folder {working.name} could not be removed ({describe_error(error)}). "
     try:

@@ -81,6 +81,11 @@ def folder_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether it is itself one of the folders that `complete_checkpoints` finds in its parent."""
+    return re.fullmatch(r"iter_\d{7,}", path.absolute().name) is not None and (path / MANIFEST).is_file()
+
+
 def complete_checkpoints(directory: Path) -> dict[int, Path]:
     """The folders that count by iteration, saved first to saved last. One with a damaged manifest comes last."""
     found: dict[int, Path] = {}

@@ -63,6 +63,9 @@ class TrainingRun:
         state = load_checkpoint(directory, self.model, self.optimizer)
         self.iteration, self.consumed_samples = state["iteration"], state["consumed_samples"]
         lines = [f"loaded {directory}, step {self.iteration}, {self.consumed_samples:,} samples consumed"]
+        if self.iteration >= self.args.train_iters:
+            more = self.iteration + self.args.train_iters
+            lines.append(f"nothing left to train: --train-iters {self.args.train_iters} is reached; --train-iters {more}, say, goes on")
         saved_model = state.get("model_config", {})  # its shape was checked with the weights; how they are used is for the flags
         for name, now in config_to_json(self.config).items():
             before = saved_model.get(name, now)

@@ -1,0 +1,93 @@
+"""Whether the places a run reads and writes can serve it, before it takes any memory: a wrong one would show after hours of training.
+
+    check_paths(args)       # every rank: --load holds what it should, --save is free or what --load goes on from
+    check_logs(args)        # the first rank: --tensorboard-dir and --log-jsonl can be written
+
+Looks only: nothing is made, so a --dry-run may ask too. Raises ArgumentError naming the flag, the place and one that works.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from megacp.argument_checks import ArgumentError
+from megacp.checkpointing import folder
+
+
+def check_paths(args: argparse.Namespace) -> None:
+    """--load and --save, which all ranks share: each finds the same."""
+    if args.load is not None:
+        _check_load(Path(args.load), args)
+    if args.save is not None:
+        _check_folder("--save", Path(args.save))
+        _check_not_anothers(Path(args.save), args.load)
+
+
+def check_logs(args: argparse.Namespace) -> None:
+    """For the rank that writes them."""
+    if args.tensorboard_dir is not None:
+        _check_folder("--tensorboard-dir", Path(args.tensorboard_dir))
+    if args.log_jsonl is not None:
+        path = Path(args.log_jsonl)
+        if path.is_dir():
+            raise ArgumentError(f"--log-jsonl {path} is a folder; a file in it works: --log-jsonl {path / 'log.jsonl'}")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ArgumentError(f"--log-jsonl {path} cannot be written; another file works")
+        _check_folder("--log-jsonl", path.parent, shown=path)
+
+
+def _check_load(load: Path, args: argparse.Namespace) -> None:
+    """Starting anew is right only where this run will save: then the next one goes on from there."""
+    if folder.is_checkpoint(load):
+        raise ArgumentError(
+            f"--load {load} is a single checkpoint; its folder works: --load {load.absolute().parent} takes the one saved last, "
+            "and an older one when those after it are moved away"
+        )
+    if _holds_something(load):
+        return
+    if (load / "config.json").is_file() or any(load.glob("*.safetensors")):
+        raise ArgumentError(f"--load {load} is a Hugging Face folder; --load-hf {load} works")
+    starts_here = args.load_hf is not None or (args.save is not None and _same_place(load, Path(args.save)))
+    if not starts_here:
+        what = "holds no checkpoint" if load.is_dir() else "is a file" if load.exists() else "does not exist"
+        raise ArgumentError(
+            f"--load {load} {what}; a folder that --save wrote works. To start from initial weights, leave --load out, or give "
+            f"the same folder to --save, and the same command goes on from there later: --save {load}"
+        )
+
+
+def _check_not_anothers(save: Path, load: str | None) -> None:
+    """Checkpoints that this run does not go on from would fall to --ckpt-keep, or be replaced by one of the same step."""
+    found = list(folder.complete_checkpoints(save))
+    if found and (load is None or not _same_place(save, Path(load))):
+        raise ArgumentError(
+            f"--save {save} holds checkpoints up to step {max(found)} that this run does not go on from, and would replace; "
+            f"--load {save} goes on from there, and a folder of its own works too: --save {_free_name(save)}"
+        )
+
+
+def _check_folder(flag: str, path: Path, shown: Path | None = None) -> None:
+    """`path` is a folder that can be written, or can be made."""
+    shown, existing = shown or path, path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ArgumentError(f"{flag} {shown}: {existing} is a file, not a folder; another place works")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ArgumentError(f"{flag} {shown}: no file can be made in {existing} (read-only, or not yours); another place works")
+
+
+def _holds_something(load: Path) -> bool:
+    """A checkpoint, or traces of one, which loading explains."""
+    return bool(folder.complete_checkpoints(load)) or (load / folder.TRACKER).exists()
+
+
+def _same_place(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _free_name(path: Path) -> Path:
+    number = 2
+    while (free := path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return free

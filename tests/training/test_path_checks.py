@@ -1,0 +1,124 @@
+"""A run that would lose a checkpoint, or find after hours that it cannot write one, does not start."""
+
+import argparse
+import os
+import re
+
+import pytest
+
+from megacp.argument_checks import ArgumentError
+from megacp.checkpointing.folder import INCOMPLETE, Manifest, begin, publish
+from megacp.training import path_checks
+from megacp.training.path_checks import check_logs, check_paths
+
+
+def flags(**given):
+    names = ("save", "load", "load_hf", "tensorboard_dir", "log_jsonl")
+    return argparse.Namespace(**{name: None if given.get(name) is None else str(given[name]) for name in names})
+
+
+def save(directory, iteration):
+    begin(directory, iteration)
+    return publish(directory, Manifest(iteration, 1, {}))
+
+
+def refusal(check, **given):
+    with pytest.raises(ArgumentError) as error:
+        check(flags(**given))
+    return str(error.value)
+
+
+def contents(directory):
+    return sorted(path.relative_to(directory) for path in directory.rglob("*"))
+
+
+@pytest.fixture
+def ckpt(tmp_path):
+    directory = tmp_path / "ckpt"
+    for iteration in (10, 20):
+        save(directory, iteration)
+    return directory
+
+
+def test_checkpoints_of_another_run_are_not_saved_over(ckpt, tmp_path):
+    (tmp_path / "ckpt-2").mkdir()
+    before = contents(tmp_path)
+    for load in (None, save(tmp_path / "other", 3).parent):
+        message = refusal(check_paths, save=ckpt, load=load)
+        assert f"--save {ckpt} holds checkpoints up to step 20" in message
+        check_paths(flags(save=ckpt, load=re.search(r"--load (\S+) goes on", message)[1]))
+        advised = re.search(r"works too: --save (\S+)", message)[1]
+        assert advised == f"{ckpt}-3", "a folder that is there may hold something"
+        check_paths(flags(save=advised, load=load))
+    assert set(before) <= set(contents(tmp_path))
+
+
+def test_the_same_folder_under_another_name_is_the_same(ckpt, tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(ckpt)
+    monkeypatch.chdir(tmp_path)
+    for load in (tmp_path / "link", "ckpt", "./x/../ckpt/"):
+        check_paths(flags(save=ckpt, load=load))
+
+
+def test_a_first_run_starts_and_what_a_killed_first_save_left_is_no_checkpoint(tmp_path):
+    check_paths(flags())
+    check_paths(flags(save=tmp_path / "a" / "b", load=tmp_path / "a" / "b"))
+    begin(tmp_path / "killed", 10)
+    assert list((tmp_path / "killed").glob(f"*{INCOMPLETE}"))
+    check_paths(flags(save=tmp_path / "killed"))
+    check_paths(flags(save=tmp_path / "killed", load=tmp_path / "killed"))
+    assert not (tmp_path / "a").exists(), "looking makes nothing"
+
+
+def test_a_single_checkpoint_given_to_load_would_start_from_nothing(ckpt):
+    message = refusal(check_paths, load=ckpt / "iter_0000010")
+    assert f"--load {ckpt / 'iter_0000010'} is a single checkpoint" in message and f"--load {ckpt} " in message
+    check_paths(flags(load=ckpt))
+
+
+@pytest.mark.parametrize("kind", ["does not exist", "holds no checkpoint", "is a file"])
+def test_a_load_that_nothing_will_ever_be_saved_in_is_a_slip(tmp_path, kind):
+    load = tmp_path / "typo"
+    if kind == "is a file":
+        load.write_text("")
+    elif kind == "holds no checkpoint":
+        load.mkdir()
+    for other in (None, tmp_path / "elsewhere"):
+        message = refusal(check_paths, load=load, save=other)
+        assert f"--load {load} {kind}" in message
+    check_paths(flags(save=other))  # as advised: without --load
+    if kind != "is a file":
+        assert f"--save {load}" in message
+        check_paths(flags(load=load, save=load))
+        check_paths(flags(load=load, save=other, load_hf=tmp_path))  # --load-hf gives the first weights
+
+
+def test_a_hugging_face_folder_given_to_load(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text("{}")
+        assert f"--load-hf {folder} works" in refusal(check_paths, load=folder, save=folder)
+
+
+@pytest.mark.parametrize("flag, check", [("save", check_paths), ("tensorboard_dir", check_logs), ("log_jsonl", check_logs)])
+def test_places_that_cannot_be_written_are_named_before_the_run(tmp_path, monkeypatch, flag, check):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "locked").mkdir()
+    real = os.access
+    monkeypatch.setattr(path_checks.os, "access", lambda path, mode: "locked" not in str(path) and real(path, mode))  # also for root
+    name = "--" + flag.replace("_", "-")
+    for place, reason in (("file/x", "is a file"), ("locked/a/x", "no file can be made in"), ("locked/x", "no file can be made in")):
+        message = refusal(check, **{flag: tmp_path / place})
+        assert message.startswith(f"{name} {tmp_path / place}") and reason in message
+    check(flags(**{flag: tmp_path / "new" / "x"}))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_log_file_that_is_a_folder_or_is_not_ours(tmp_path, monkeypatch):
+    message = refusal(check_logs, log_jsonl=tmp_path)
+    check_logs(flags(log_jsonl=re.search(r"--log-jsonl (\S+)$", message)[1]))
+    (tmp_path / "log").write_text("")
+    check_logs(flags(log_jsonl=tmp_path / "log"))
+    monkeypatch.setattr(path_checks.os, "access", lambda path, mode: not str(path).endswith("log"))
+    assert "cannot be written" in refusal(check_logs, log_jsonl=tmp_path / "log")
