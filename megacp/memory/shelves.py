@@ -94,6 +94,9 @@ class DeviceStages:
     def flush(self) -> None:
         """Nothing is on its way."""
 
+    def rest(self) -> None:
+        """Nothing is held but the stages."""
+
 
 class RegionStages:
     """The same in a region. A block is one rank's part of one tile of one stage, `[t, n, D]`, contiguous everywhere."""
@@ -147,6 +150,12 @@ class RegionStages:
             part.wait()
         self._leaving, self._tiles_leaving = [], {}
 
+    def rest(self) -> None:
+        """Gives up all device memory: staging buffers, and what was on its way out."""
+        self.flush()
+        for staging in self._reading + self._writing:
+            staging.clear()
+
     def _tiles_of(self, start: int, stop: int) -> Tiles:
         return [(a, b) for a, b in self._tiles if start <= a and b <= stop]
 
@@ -183,6 +192,9 @@ class DeviceBlocks:
         """The block, for the last time."""
         return Pending(self._blocks.pop(number))
 
+    def rest(self) -> None:
+        """Nothing is held but the blocks."""
+
 
 class RegionBlocks:
     """The same in a region; all blocks have the shape of `new_block()`."""
@@ -196,6 +208,12 @@ class RegionBlocks:
             self._leaving.wait()
         self._leaving = self._region.write(number, number * block.nbytes, block, self._copies)
 
+    def rest(self) -> None:
+        """Gives up the block that was on its way out."""
+        if self._leaving is not None:
+            self._leaving.wait()
+            self._leaving = None
+
     def fetch(self, number: int) -> Pending:
         block = self._new_block()
         return self._region.read(number, number * block.nbytes, block, self._copies)
@@ -206,6 +224,9 @@ class _Staging:
 
     def __init__(self, make: Callable[[], Tensor]):
         self._make, self._buffers, self._turn = make, [], 0
+
+    def clear(self) -> None:
+        self._buffers, self._turn = [], 0
 
     def next(self) -> Tensor:
         if len(self._buffers) < 2:

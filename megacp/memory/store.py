@@ -190,6 +190,14 @@ class KeptActivations:
         if self._leaving:
             self._leaving.pop(start).wait()
 
+    def rest(self) -> None:
+        """The forward is over: only what the plan keeps on the device stays there. What is to be recomputed goes."""
+        if self.plan.output == RECOMPUTE:
+            self.outputs = self.lse = None
+        else:
+            self.outputs.rest()
+            self.lse.rest()
+
     def check(self) -> None:
         """Raises RuntimeError when another forward of the layer took the room since."""
         if self._store.forwards(self._layer) != self._forward and self.plan != LayerPlan():

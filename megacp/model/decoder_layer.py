@@ -80,8 +80,7 @@ class _DecoderLayerFunction(torch.autograd.Function):
             h_mid_td = torch.addmm(h_Td[start:stop], _gather_heads(context, o_stages), w.o_proj.t())
             kept.wait_for_tile(start)
             h_out_Td[start:stop] = _mlp_forward(h_mid_td, w, config.norm_epsilon)
-        if kept.plan.output == RECOMPUTE:
-            kept.outputs = kept.lse = None
+        kept.rest()
         ctx.save_for_backward(*weights)
         ctx.config, ctx.context, ctx.kept = config, context, kept
         return h_out_Td

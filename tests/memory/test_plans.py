@@ -11,6 +11,7 @@ import torch
 
 from megacp import parallel_state
 from megacp.memory import disk_region
+from megacp.memory.counting import AllocationCounter
 from megacp.memory.policy import DISK, GPU, HOST, PLANS, RECOMPUTE, LayerPlan
 from megacp.model.llama import Llama
 from megacp.parallel_state import ParallelLayout
@@ -123,3 +124,29 @@ def test_places_that_a_tensor_cannot_have_are_refused():
         LayerPlan(lse=DISK)
     with pytest.raises(ValueError, match="recomputed together"):
         LayerPlan(output=RECOMPUTE)
+
+
+def _bytes_held_after_forward(rank, world_size, plan):
+    """Bytes that three layers keep alive between forward and backward, their own output aside when it is new."""
+    parallel_state.initialize_model_parallel(ParallelLayout(world_size, world_size))
+    config = tiny_config(8, 2)
+    model = Llama(config)
+    model.load_state_dict(random_parameters(config, 0.2, seed=3))
+    context = layer_context(config, STREAMS["documents, positions reset"], 2, TILE, plan=plan)
+    h_Td = model.embedding(torch.arange(STREAM) % config.vocab_size)
+    with AllocationCounter() as counter:
+        for layer in model.layers:
+            h_Td = layer(h_Td, context)
+        return counter.live_bytes()
+
+
+def test_between_forward_and_backward_only_what_the_plan_keeps_is_on_the_device():
+    """No staging buffer, no stage that was on its way out: 32 layers would multiply it."""
+    config, unit = tiny_config(8, 2), STREAM * 24 * 4
+    output, lse = STREAM * 8 * config.kv_channels * 4, STREAM * 8 * 4
+    (nothing,) = run_distributed(_bytes_held_after_forward, 1, PLANS["host"])
+    (input_kept,) = run_distributed(_bytes_held_after_forward, 1, LayerPlan(output=HOST, lse=HOST))
+    (all_kept,) = run_distributed(_bytes_held_after_forward, 1, LayerPlan())
+    assert nothing == 0  # the output is in the place of the input
+    assert input_kept == 3 * unit  # each layer's output is the next one's input, kept
+    assert all_kept == 3 * (unit + output + lse)
