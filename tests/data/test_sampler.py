@@ -98,6 +98,20 @@ def test_no_other_way_is_faster_with_micro_batches_of_one(accumulation, data_siz
     assert slowest(balanced, costs.__getitem__) == min(every_way)
 
 
+def test_worked_example_of_balance():
+    """Rank 1 had less than rank 0 in the first accumulation step, so of two equal samples it gets the earlier."""
+    costs = [9, 1, 1, 8, 5, 1, 2, 5]
+    dealt = [balanced_micro_batches(0, 8, 1, rank, 2, costs.__getitem__) for rank in (0, 1)]
+    assert dealt == [[[0], [7], [1], [2]], [[3], [4], [6], [5]]]
+
+
+def test_each_accumulation_step_is_even_by_itself():
+    """What ranks wait for is the step at hand: to make up for an earlier one would only be slow a second time."""
+    costs = [100, 99, 98, 1, 50, 49, 48, 2]
+    balanced = of_all_ranks(balanced_micro_batches, 8, 2, 2, 0, costs.__getitem__)
+    assert slowest(balanced, costs.__getitem__) == (99 + 98) + (49 + 48)
+
+
 def test_ranks_of_a_skewed_step_come_out_even():
     """Half the samples are one long document, half are short ones, alternating: in order, one rank would do nearly all."""
     costs = [10**12 if sample % 2 == 0 else 10**9 for sample in range(16)]

@@ -69,6 +69,15 @@ def test_groups_beside_the_dataset_and_named(tmp_path):
     assert together(run(tmp_path, "--groups", tmp_path / "g.jsonl", "--group-by", "field:k", output="fields"), [1, 4])
 
 
+def test_documents_without_a_group_are_alone_in_every_dataset(tmp_path):
+    datasets = [write_dataset(tmp_path / name, numbered_documents([1, 1, 1])) for name in "xyz"]
+    (tmp_path / "x.groups").write_text("a\n\nb\n")
+    (tmp_path / "z.groups").write_text("b\n\n\n")
+    args = pack_documents.parse_args(["--input", "x", "y", "z", "--output", "p", "--seq-length", "8"])
+    groups = pack_documents.document_groups(args, datasets).tolist()
+    assert len(set(groups)) == 8 and groups[2] == groups[6]  # only the two b are of one group
+
+
 def test_part_is_what_training_without_a_plan_takes(tmp_path):
     write_dataset(tmp_path / "x", numbered_documents([5] * 20))
     plan = run(tmp_path, "--split", "60,30,10", "--part", "valid")
