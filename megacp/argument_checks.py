@@ -226,11 +226,11 @@ def check_data(args: argparse.Namespace) -> None:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         if getattr(args, name):
             _check_data_path(name, getattr(args, name))
-    if args.tokenizer_type is None:
-        raise ArgumentError(f"{_flag(given[0])} needs the --tokenizer-type that made it; --tokenizer-type Byte works for bytes",
+    if args.tokenizer_type is None and not args.tokenizer_model:
+        raise ArgumentError(f"{_flag(given[0])} needs the --tokenizer-model that made it; for bytes --tokenizer-type Byte works",
                             ({"tokenizer_type": "Byte"},))  # fmt: skip
-    if args.tokenizer_type != "Byte" and not args.tokenizer_model:
-        file = "tokenizer.model" if args.tokenizer_type == "SentencePiece" else "tokenizer.json"
+    if args.tokenizer_type not in (None, "Byte") and not args.tokenizer_model:
+        file = "tokenizer.json" if args.tokenizer_type == "HuggingFace" else "tokenizer.model"
         _refuse("tokenizer_type", args.tokenizer_type, "needs --tokenizer-model FILE, the one the data was made with",
                 {"tokenizer_model": file})  # fmt: skip
 

@@ -37,7 +37,7 @@ from megacp.model.config import PRESETS, ModelConfig, preset
 DEFAULT_MODEL = "llama-tiny"
 EXAMPLE = """example, one node of 8 GPUs:
   torchrun --nproc-per-node 8 pretrain_llama.py --model llama3-8b --context-parallel-size 8 --seq-length 1048576 \\
-      --data-path corpus --tokenizer-type HuggingFace --tokenizer-model tokenizer.json --train-iters 1000
+      --data-path corpus --tokenizer-model tokenizer.json --train-iters 1000
 """
 
 
@@ -306,8 +306,9 @@ def _add_data(parser):
     add("--mock-data", action="store_true", help="made-up documents instead of files, for trying out and measuring")
     add("--split", default="969,30,1", metavar="A,B,C",
         help="shares of the documents of --data-path (of the sequences of a plan) for training, validation, test")  # fmt: skip
-    add("--tokenizer-type", choices=("SentencePiece", "HuggingFace", "Byte"), help="what --data-path was preprocessed with")
-    add("--tokenizer-model", metavar="FILE", help="tokenizer.model or tokenizer.json; Byte needs none")
+    add("--tokenizer-model", metavar="FILE", help="what --data-path was preprocessed with: tokenizer.model, tokenizer.json, a folder")
+    add("--tokenizer-type", choices=("SentencePiece", "HuggingFace", "Tiktoken", "Byte"),
+        help="needed for Byte, which has no model (default: told by the file)")  # fmt: skip
     add("--attention-mask", choices=("document", "causal"), default="document",
         help="document: tokens see their own document; causal: the whole sequence before them")  # fmt: skip
     add("--balance-batches", action="store_true",

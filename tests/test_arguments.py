@@ -203,7 +203,8 @@ DATA_CASES = [
     (["--data-path", "0", "a", "2", "b"], ["--data-path", "weight 0", "1 a 1 b works"]),
     (["--data-path", "a", "--train-data-path", "b"], ["--data-path and --train-data-path contradict each other"]),
     (["--train-data-path", "a", "--valid-data-path", "b", "c"], ["--valid-data-path", "found 'b'", "1 b 1 c works"]),
-    (["--train-data-path", "a"], ["--train-data-path needs the --tokenizer-type"]),
+    (["--train-data-path", "a"], ["--train-data-path needs the --tokenizer-model"]),
+    (["--data-path", "a", "--tokenizer-type", "Tiktoken"], ["--tokenizer-type Tiktoken", "--tokenizer-model tokenizer.model works"]),
     (["--data-path", "a", "--test-data-path", "b"], ["--test-data-path b", "--data-path is divided by --split"]),
     (["--train-data-path", "a", "--valid-data-path", "b", "--tokenizer-type", "Byte"], ["--valid-data-path b", "--eval-interval 100 or"]),
     (["--train-data-path", "a", "--eval-interval", "7", "--tokenizer-type", "Byte"], ["--eval-interval 7 needs --valid-data-path"]),
@@ -221,6 +222,7 @@ def test_data_flags_that_cannot_work(flags, named):
 @pytest.mark.parametrize("path", [["corpus"], ["0.7", "a", "0.3", "b"], ["1", "a"]])
 def test_data_flags_that_work(path):
     validate_args(parse_args(["--data-path", *path, "--tokenizer-type", "Byte"]), 1)
+    validate_args(parse_args(["--data-path", *path, "--tokenizer-model", "tokenizer.json"]), 1)
     parts = ["--train-data-path", *path, "--valid-data-path", "v", "--test-data-path", *path]
     validate_args(parse_args([*parts, "--tokenizer-type", "Byte", "--eval-interval", "5"]), 1)
     validate_args(parse_args(["--data-path", *path, "--tokenizer-type", "Byte", "--eval-interval", "5"]), 1)
@@ -299,7 +301,7 @@ def test_following_the_advice_ends_in_a_run_that_starts(data):
     args.eval_interval = draw(None, 5)
     args.balance_batches, args.attention_mask = draw(True, False), draw("document", "causal")
     args.tokenizer_type = draw(None, "Byte", "SentencePiece")
-    args.split = draw("969,30,1", "x", "0,0,0", "1,1,1,1")
+    args.split = draw("969,30,1", "1,0", "x", "0,0,0", "1,1,1,1")
     args.save_interval = draw(None, 3)
     args.rope_scaling_type = draw(None, "none", "llama3", "yarn")
     args.rope_scaling_factor = draw(None, 4.0)

@@ -30,7 +30,7 @@ LINE_CHARS = 4000  # a longer line is given to the trainer in parts, which would
 
 def training_lines(args: argparse.Namespace) -> Iterator[str]:
     """The lines of all documents. A line feed is a piece of its own, so no piece is learnt across it."""
-    for raw in read_documents(find_sources(args.input, args.extensions)):
+    for raw in read_documents(find_sources(args.input, args.extensions), args.json_keys):
         for line in (decode(raw, args.errors, args.json_keys) or "").split("\n"):
             for start in range(0, len(line), LINE_CHARS):
                 yield line[start : start + LINE_CHARS]
@@ -84,7 +84,7 @@ def _explain(message: str, vocab_size: int) -> str:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="text files (a document each), .jsonl, .jsonl.gz, folders of them"
+        "--input", nargs="+", required=True, metavar="PATH", help="text files (a document each), .jsonl, .parquet, also .gz and .zst, folders of them"
     )
     parser.add_argument("--extensions", nargs="+", metavar="EXT", help="of a folder, only files that end so, such as .py .md")
     parser.add_argument(

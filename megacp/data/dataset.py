@@ -126,6 +126,12 @@ def build_dataset(data_path: list[str], seq_length: int, seed: int) -> SequenceD
     return _blend(packed, [weight for weight, _ in weighted], seed)
 
 
+def dataset_prefixes(data_path: list[str]) -> list[str]:
+    """The prefixes of the datasets behind a --data-path, those of a packing plan too."""
+    opened = [_open(path) for _, path in parse_data_path(data_path)]
+    return [indexed.prefix for one in opened for indexed in (one.datasets if isinstance(one, PackingPlan) else [one])]
+
+
 def _open(path: str) -> IndexedDataset | PackingPlan:
     if Path(path).is_dir() and not Path(f"{path}.idx").exists():
         return PackingPlan(path)

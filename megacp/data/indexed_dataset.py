@@ -176,6 +176,11 @@ class IndexedDatasetBuilder:
         self._max_sequence_tokens = max_sequence_tokens
         self._lengths = array.array("i")  # tokens of each sequence
         self._document_indices = array.array("q", [0])
+        self.num_tokens = 0  # of the documents that have ended
+        self.open_tokens = 0  # of the document that has not
+        self._open_files()
+
+    def _open_files(self) -> None:
         self._bin_temporary = Path(f"{self.prefix}.bin.{os.getpid()}.tmp")
         self._idx_temporary = Path(f"{self.prefix}.idx.{os.getpid()}.tmp")
         self._bin = open(self._bin_temporary, "wb")
@@ -190,22 +195,49 @@ class IndexedDatasetBuilder:
 
     def add_document(self, ids) -> None:
         """Append one document: a list or 1-D array of token ids, possibly empty."""
+        self.append(ids)
+        self.end_document()
+
+    def append(self, ids) -> None:
+        """Append tokens to the document that is open; `end_document` or `drop_document` closes it."""
         ids_n = np.asarray(ids)
         limits = np.iinfo(self.dtype)
         if len(ids_n) and not (limits.min <= ids_n.min() and ids_n.max() <= limits.max):
             raise DatasetError(
-                f"{self.prefix}: document {len(self._document_indices) - 1} has ids {ids_n.min()} to {ids_n.max()}, which "
+                f"{self.prefix}: document {self.num_documents} has ids {ids_n.min()} to {ids_n.max()}, which "
                 f"{self.dtype.name} cannot hold; take best_dtype(vocab_size)"
             )
-        for first in range(0, max(len(ids_n), 1), self._max_sequence_tokens):
-            piece_n = ids_n[first : first + self._max_sequence_tokens].astype(self.dtype, copy=False)
-            self._bin.write(np.ascontiguousarray(piece_n).data)
-            self._lengths.append(len(piece_n))
+        self._bin.write(np.ascontiguousarray(ids_n.astype(self.dtype, copy=False)).data)
+        self.open_tokens += len(ids_n)
+
+    def end_document(self) -> None:
+        full, rest = divmod(self.open_tokens, self._max_sequence_tokens)
+        self._lengths.extend([self._max_sequence_tokens] * full + [rest] * (rest > 0 or not full))
         self._document_indices.append(len(self._lengths))
+        self.num_tokens += self.open_tokens
+        self.open_tokens = 0
+
+    def drop_document(self) -> None:
+        """Take back what was appended since the last document ended."""
+        self._bin.flush()
+        self._bin.seek(self.num_tokens * self.dtype.itemsize)
+        self._bin.truncate()
+        self.open_tokens = 0
+
+    @property
+    def num_documents(self) -> int:
+        return len(self._document_indices) - 1
 
     def finalize(self) -> None:
         """Write the index and give both files their names, the index last: with an index, the dataset is whole."""
-        _flush_to_disk(self._bin)
+        self._write_out()
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # an old index must never meet the new tokens
+        os.replace(self._bin_temporary, f"{self.prefix}.bin")
+        os.replace(self._idx_temporary, f"{self.prefix}.idx")
+
+    def _write_out(self) -> None:
+        """Both files complete on disk, under their temporary names."""
+        flush_to_disk(self._bin)
         self._bin.close()
         lengths = np.array(self._lengths, dtype=np.int32)
         pointers = np.zeros(len(lengths), dtype=np.int64)
@@ -215,10 +247,7 @@ class IndexedDatasetBuilder:
             idx.write(lengths.astype("<i4").data)
             idx.write((pointers * self.dtype.itemsize).astype("<i8").data)
             idx.write(np.array(self._document_indices, dtype="<i8").data)
-            _flush_to_disk(idx)
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # an old index must never meet the new tokens
-        os.replace(self._bin_temporary, f"{self.prefix}.bin")
-        os.replace(self._idx_temporary, f"{self.prefix}.idx")
+            flush_to_disk(idx)
 
 
 def _memory_map(path: Path) -> np.ndarray:
@@ -228,6 +257,7 @@ def _memory_map(path: Path) -> np.ndarray:
     return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
 
 
-def _flush_to_disk(file) -> None:
+def flush_to_disk(file) -> None:
+    """What was written survives a power cut."""
     file.flush()
     os.fsync(file.fileno())

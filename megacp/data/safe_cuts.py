@@ -7,7 +7,7 @@ safe where no token can span it and where the tokenizer, seeing a piece's end in
     [piece.text for piece in pieces(["ab cd\\n  ef\\n", "gh"], cuts, piece_chars=1)]    -> ["ab", " cd", "\\n", "  ef", "\\n", "gh"]
 
 The text comes in chunks of any size, so a document of any length passes through in constant memory. Where no cut is safe, the
-piece grows to the next place where one is, up to a limit; beyond it StretchTooLong says where the stretch begins.
+piece grows to the next place where one is, up to a limit; beyond it StretchTooLong says where that was.
 
     byte_level_cuts    byte-level BPE behind a pre-tokenizer of GPT-2, Llama 3, Qwen, GPT-4o or Mistral's Tekken
     pair_cuts          SentencePiece, or BPE over "\\u2581", that does not normalise: between two characters that no piece has so
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from megacp.data.indexed_dataset import DatasetError
 
 PIECE_CHARS = 100_000  # characters; pieces of this size are the fastest for `tokenizers`
-STRETCH_CHARS = 2_000_000  # the longest piece: `tokenizers` needs about 150 bytes of memory a character
+STRETCH_CHARS = 2_000_000  # the longest way to a cut: `tokenizers` needs about 150 bytes of memory a character
 SPACE = "\u2581"  # how SentencePiece writes a space
 
 Cuts = Callable[[str, int], tuple[int, int] | None]
@@ -38,7 +38,7 @@ class StretchTooLong(DatasetError):
         self.line, self.byte, self.limit = line, byte, limit
         super().__init__(
             f"line {line}, byte {byte}: no place in {limit:,} characters where the tokenizer surely ends a token; break the run up, "
-            f"or raise --max-stretch-chars {limit} (about 200 bytes of memory a character)"
+            f"or raise --max-stretch-chars above {limit} (about 200 bytes of memory a character)"
         )
 
 
@@ -53,27 +53,31 @@ class Piece:
 def pieces(
     chunks: Iterable[str], cuts: Cuts, piece_chars: int = PIECE_CHARS, limit: int = STRETCH_CHARS, begin: Piece | None = None
 ) -> Iterator[Piece]:
-    """Parts of the text of at least `piece_chars` (but the last) and at most `limit` characters, at least one part.
+    """Parts of the text, at least one, of at least `piece_chars` characters (but the last) and at most `limit` more.
 
     `begin`: the text is that piece of a longer document, and the pieces count from it. Raises StretchTooLong.
     """
     first, line, byte = (begin.first, begin.line, begin.byte) if begin else (True, 1, 0)
     buffer, start, searched = "", 0, 0
+
+    def until(end: int) -> tuple[int, int]:
+        """Line and byte of a place in the buffer."""
+        return line + buffer.count("\n", start, end), byte + _utf8_bytes(buffer[start:end])
+
     for chunk in chunks:
         buffer, start, searched = buffer[start:] + chunk, 0, max(searched - start, 0)
         while len(buffer) - start > piece_chars:
-            cut = cuts(buffer, max(start + piece_chars, searched))
-            if (cut[0] if cut else len(buffer)) - start > limit:
-                raise StretchTooLong(line, byte, limit)
+            stretch = start + piece_chars
+            cut = cuts(buffer, max(stretch, searched))
+            if (cut[0] if cut else len(buffer)) - stretch > limit:
+                raise StretchTooLong(*until(stretch), limit)
             if cut is None:
                 searched = len(buffer) - 1  # at its end a cut could not be judged, for what follows was not known
                 break
             end, resume = cut
             yield Piece(buffer[start:end], first, line, byte)
-            first, line, byte = False, line + buffer.count("\n", start, resume), byte + _utf8_bytes(buffer[start:resume])
+            first, (line, byte) = False, until(resume)
             start = searched = resume
-    if len(buffer) - start > limit:
-        raise StretchTooLong(line, byte, limit)
     yield Piece(buffer[start:], first, line, byte)
 
 

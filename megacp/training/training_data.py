@@ -8,7 +8,8 @@
 import argparse
 from dataclasses import dataclass
 
-from megacp.data.dataset import MockDataset, SequenceDataset, build_dataset, build_datasets
+from megacp.data.dataset import MockDataset, SequenceDataset, build_dataset, build_datasets, dataset_prefixes
+from megacp.data.manifest import check_tokenizer
 from megacp.data.tokenizer import build_tokenizer
 from megacp.data.indexed_dataset import DatasetError
 from megacp.model.config import ModelConfig
@@ -34,8 +35,10 @@ def open_training_data(args: argparse.Namespace, config: ModelConfig) -> Trainin
         description = f"mock documents, seed {args.seed}"
         return TrainingData(train, train.eod, 0, description, *((valid, test) if args.eval_interval else ()))
     eod, vocab_size = None, 0
-    if args.tokenizer_type:
+    if args.tokenizer_type or args.tokenizer_model:
         tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
+        paths = [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
+        check_tokenizer([prefix for path in paths if path for prefix in dataset_prefixes(path)], tokenizer, args.tokenizer_model)
         eod, vocab_size = tokenizer.eod, tokenizer.vocab_size
     if args.train_data_path:
         train = build_dataset(args.train_data_path, args.seq_length, args.seed)

@@ -43,7 +43,7 @@ def test_files_folders_and_json_lines_in_order(tmp_path):
 
 
 def test_no_input(tmp_path):
-    with pytest.raises(DatasetError, match="--input .*absent does not exist; it takes text files"):
+    with pytest.raises(DatasetError, match="--input .*absent does not exist; it takes text, .jsonl and .parquet"):
         find_sources([str(tmp_path / "absent")])
     with pytest.raises(DatasetError, match="none of the 0 files"):
         find_sources([str(tmp_path)])

@@ -43,7 +43,7 @@ def test_indentation_is_few_tokens_and_line_feeds_are_their_own(corpus):
     assert len(tokenizer.encode("            return")) <= 4
     line_feed = tokenizer.encode("\n")
     assert len(line_feed) == 1 and tokenizer.encode("a\n\nb").count(line_feed[0]) == 2
-    assert tokenizer._cuttable  # long documents in pieces
+    assert tokenizer.cuts("a\nb", 1) == (1, 1)  # long documents in pieces
 
 
 def test_same_model_each_time_for_a_seed(corpus):
