@@ -25,7 +25,8 @@ import os
 import re
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -148,6 +149,9 @@ def evaluation_log(jsonl: str | Path, part: str) -> Path:
 class MetricsLogger:
     """Writes each StepRecord and EvaluationRecord to the console, to TensorBoard and to files of JSON lines; the last two when asked.
 
+    A log that cannot be written any more, because the disk is full, ends with a warning: the run is worth more than its logs.
+    One that cannot be begun is refused with a ValueError that names the flag.
+
     `first_step` is the step of the first record to come. Records of it and later ones that a previous run left in `jsonl` and
     beside it are dropped, so that no step is there twice; a run from the start begins the files anew. `stream` None is standard
     output.
@@ -171,16 +175,19 @@ class MetricsLogger:
         self._unit = "GPU" if device_type == "cuda" else "rank"
         self._stream = stream
         self._recent_times = deque(maxlen=20)  # seconds, for the ETA
-        self._jsonl = None
+        self._jsonl = self._tensorboard = None
         self._evaluation_paths = {}
         if jsonl is not None:
             path = Path(jsonl)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._evaluation_paths = {part: evaluation_log(path, part) for part in EVALUATED_PARTS}
-            for one in (path, *self._evaluation_paths.values()):
-                drop_steps_from(one, first_step)
-            self._jsonl = path.open("a", encoding="utf-8")
-        self._tensorboard = None if tensorboard_dir is None else _summary_writer(tensorboard_dir, first_step)
+            with _refusing("--log-jsonl", jsonl):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._evaluation_paths = {part: evaluation_log(path, part) for part in EVALUATED_PARTS}
+                for one in (path, *self._evaluation_paths.values()):
+                    drop_steps_from(one, first_step)
+                self._jsonl = path.open("a", encoding="utf-8")
+        if tensorboard_dir is not None:
+            with _refusing("--tensorboard-dir", tensorboard_dir):
+                self._tensorboard = _summary_writer(tensorboard_dir, first_step)
 
     def log(self, record: StepRecord) -> None:
         self._recent_times.append(record.step_time_s)
@@ -188,30 +195,58 @@ class MetricsLogger:
         if due or record.step in (self._first_step, self._train_iters):
             print(self._console_line(record), file=self._stream, flush=True)
         if self._tensorboard is not None:
-            for name, value in dataclasses.asdict(record).items():
-                if name != "step" and value is not None:
-                    self._tensorboard.add_scalar(name, value, record.step)
+            with self._giving_up_tensorboard(record.step):
+                for name, value in dataclasses.asdict(record).items():
+                    if name != "step" and value is not None:
+                        self._tensorboard.add_scalar(name, value, record.step)
         if self._jsonl is not None:
-            self._jsonl.write(record.to_json() + "\n")
-            self._jsonl.flush()
+            with self._giving_up_jsonl(record.step):
+                self._jsonl.write(record.to_json() + "\n")
+                self._jsonl.flush()
 
     def log_evaluation(self, record: EvaluationRecord) -> None:
         name = EVALUATED_PARTS[record.part]
         print(self._evaluation_line(name, record), file=self._stream, flush=True)
         if self._tensorboard is not None:
-            for key, loss in record.losses_by_key().items():
-                if loss is not None:
-                    self._tensorboard.add_scalar(f"{name}/{key}", loss, record.step)
-            self._tensorboard.flush()
-        if record.part in self._evaluation_paths:
-            with self._evaluation_paths[record.part].open("a", encoding="utf-8") as file:
+            with self._giving_up_tensorboard(record.step):
+                for key, loss in record.losses_by_key().items():
+                    if loss is not None:
+                        self._tensorboard.add_scalar(f"{name}/{key}", loss, record.step)
+                self._tensorboard.flush()
+        if self._jsonl is not None:
+            with self._giving_up_jsonl(record.step), self._evaluation_paths[record.part].open("a", encoding="utf-8") as file:
                 file.write(json_line(record.values()) + "\n")
 
     def close(self) -> None:
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with self._giving_up_tensorboard("the last"):
+                self._tensorboard.close()
         if self._jsonl is not None:
-            self._jsonl.close()
+            with self._giving_up_jsonl("the last"):
+                self._jsonl.close()
+
+    @contextmanager
+    def _giving_up_jsonl(self, step: int | str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._warn("--log-jsonl", step, error)
+            with suppress(OSError):  # closing tries once more to write what is left, and closes in any case
+                self._jsonl.close()
+            self._jsonl = None
+
+    @contextmanager
+    def _giving_up_tensorboard(self, step: int | str) -> Iterator[None]:
+        """TensorBoard writes from a thread of its own; what that raised comes here with a later call."""
+        try:
+            yield
+        except OSError as error:
+            self._warn("--tensorboard-dir", step, error)
+            self._tensorboard = None
+
+    def _warn(self, flag: str, step: int | str, error: OSError) -> None:
+        text = f"warning: {flag}: {error} at step {step}: this log ends here, the run goes on without it"
+        print(text, file=self._stream, flush=True)
 
     def __enter__(self) -> "MetricsLogger":
         return self
@@ -244,6 +279,14 @@ class MetricsLogger:
         parts = [f"{key} {'no labels' if loss is None else f'{loss:8.4f}'}" for key, loss in losses.items()]
         size = f"{sum(record.tokens):,} labels in {record.time_s:.3f} s"
         return " | ".join([f"{name} {record.step:>{width}}/{self._train_iters}", *parts, size])
+
+
+@contextmanager
+def _refusing(flag: str, place: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{flag} {place} cannot be begun ({error}); another place works, or leave the flag out") from error
 
 
 def duration_text(seconds: float) -> str:

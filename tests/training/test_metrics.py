@@ -5,6 +5,7 @@ import doctest
 import io
 import json
 import math
+import os
 import re
 
 import pytest
@@ -182,6 +183,32 @@ def test_a_full_disk_leaves_the_old_log_whole(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         drop_steps_from(path, 3)
     assert path.read_text() == before
+
+
+def test_a_disk_that_fills_up_ends_the_log_and_not_the_run(tmp_path, monkeypatch):
+    path, stream = tmp_path / "run.jsonl", io.StringIO()
+    with MetricsLogger(10, jsonl=str(path), tensorboard_dir=str(tmp_path / "tb"), stream=stream) as logger:
+        logger.log(record(1))
+
+        def full(*_, **__):
+            raise OSError(28, "No space left on device")
+
+        os.dup2(os.open("/dev/full", os.O_WRONLY), logger._jsonl.fileno())
+        monkeypatch.setattr(logger._tensorboard, "add_scalar", full)
+        for step in (2, 3):
+            logger.log(record(step))
+    text = stream.getvalue()
+    assert re.findall(r"step +(\d+)/", text) == ["1", "2", "3"]
+    for flag in ("--log-jsonl", "--tensorboard-dir"):
+        assert len(re.findall(f"warning: {flag}: .*No space left on device at step 2: this log ends here", text)) == 1
+    assert steps_of(path) == [1]
+
+
+@pytest.mark.parametrize("flag, option", [("--log-jsonl", "jsonl"), ("--tensorboard-dir", "tensorboard_dir")])
+def test_a_log_that_cannot_be_begun_is_refused_by_its_flag(tmp_path, flag, option):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=f"{flag} .*file/x cannot be begun .*leave the flag out"):
+        MetricsLogger(10, **{option: str(tmp_path / "file" / "x")})
 
 
 # --------------------------------------------------------------------------------------------------------------- console
