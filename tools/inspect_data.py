@@ -2,7 +2,7 @@
 
     python tools/inspect_data.py stats data/books data/plan-5m --histogram lengths.png
     python tools/inspect_data.py show data/books --document 12 --tokenizer-type Byte
-    python tools/inspect_data.py show data/plan-5m --sequence 0 --tokenizer-type HuggingFace --tokenizer-model tokenizer.json
+    python tools/inspect_data.py show data/plan-5m --sequence 0 --tokenizer-model tokenizer.json
     python tools/inspect_data.py verify data/books data/plan-5m --vocab-size 128256
     python tools/inspect_data.py merge --input data/books data/code --output-prefix data/all
     python tools/inspect_data.py blend --data-path 0.3 data/books 0.7 data/plan-5m --seq-length 5242880 --samples 1000
@@ -99,7 +99,7 @@ def show_sequence(dataset: SequenceDataset, i: int, start: int, count: int, deco
 
 def decoder(args: argparse.Namespace) -> Callable[[np.ndarray], str]:
     """Ids to text; without a tokenizer the ids themselves."""
-    if not args.tokenizer_type:
+    if not (args.tokenizer_type or args.tokenizer_model):
         return lambda ids: " ".join(map(str, ids.tolist()))
     tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
     return lambda ids: tokenizer.decode(ids.tolist())
@@ -160,8 +160,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=1234, metavar="N", help="of training (default: %(default)s)")
     add("--start", type=int, default=0, metavar="TOKEN", help="first token shown (default: %(default)s)")
     add("--tokens", type=int, default=256, metavar="N", help="tokens shown (default: %(default)s)")
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, help="without, ids are shown")
-    add("--tokenizer-model", metavar="FILE")
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, help="needed for Byte, else told by the file")
+    add("--tokenizer-model", metavar="FILE", help="without a tokenizer, ids are shown")
 
     add = command(verify, "read every byte: index, ids, hashes; of plans: every token once")
     add("paths", nargs="+", metavar="PATH", help="prefixes of .bin/.idx, or folders of plans")

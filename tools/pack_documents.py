@@ -3,7 +3,7 @@
     python tools/pack_documents.py --input data/books data/code --seq-length 5242880 --output data/plan-5m
 
     python tools/pack_documents.py --input data/code --seq-length 1048576 --output data/plan-1m --group-by path:2 \\
-        --separator bos --tokenizer-type HuggingFace --tokenizer-model tokenizer.json --histogram plan.png
+        --separator bos --histogram plan.png
 
 Documents that fit a sequence are never cut: best-fit-decreasing puts each where it leaves the least room. Longer ones give whole
 sequences and a rest, which is packed like a document. Every token is in the plan once, unless --drop-shorter-than or --min-fill
@@ -12,7 +12,8 @@ leave some out; the report adds up where all went. What stays empty at the end o
 Where documents are few and near the length of a sequence, much stays empty (the report says how much); training on the datasets
 without a plan (--data-path PREFIX) fills every sequence, and cuts documents wherever one is full.
 
---group-by keeps related documents together, by a file with one line a document: PREFIX.groups, or --groups FILE.
+--group-by keeps related documents together, by a file with one line a document: PREFIX.groups (preprocess_data.py --write-groups), or
+--groups FILE.
     key           documents with the same line
     path:N        lines that are paths: documents in the same N topmost folders
     field:NAME    lines of JSON: documents with the same value of that field
@@ -32,24 +33,24 @@ from megacp.data.dataset import PARTS, split_documents
 from megacp.data.document_groups import groups_beside, read_groups
 from megacp.data.histogram import draw, fill_histogram, length_histogram, text_table
 from megacp.data.indexed_dataset import DatasetError, IndexedDataset
+from megacp.data.manifest import check_tokenizer
 from megacp.data.packing import Accounting, Packing, pack
 from megacp.data.packing_plan import PackingPlan, describe_datasets, is_plan, read_meta, write_plan
 from megacp.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megacp.data.verification import common_tokenizer
 
 
 def document_groups(args: argparse.Namespace, datasets: list[IndexedDataset]) -> np.ndarray | None:
-    """A number for each document of all datasets, equal for those of one group; None when nothing groups them."""
-    if args.group_by == "none":
+    """A number for each document of all datasets, equal for those of one group; None without --group-by and --groups."""
+    if args.group_by is None and args.groups is None:
         return None
     files = args.groups or [groups_beside(indexed.prefix) for indexed in datasets]
     if len(files) != len(datasets):
         raise DatasetError(f"--groups: {len(files)} files for {len(datasets)} --input datasets; give one for each, in their order")
     if not any(files):
-        if args.group_by is None:
-            return None
         raise DatasetError(
-            f"--group-by {args.group_by} needs a line for each document: {datasets[0].prefix}.groups does not exist; write it, or "
-            "name a file with --groups FILE"
+            f"--group-by {args.group_by} needs a line for each document: {datasets[0].prefix}.groups does not exist; "
+            "preprocess_data.py --write-groups writes it, or name a file with --groups FILE"
         )
     groups, first = [], 0
     for indexed, path in zip(datasets, files):
@@ -74,15 +75,17 @@ def chosen_documents(args: argparse.Namespace, datasets: list[IndexedDataset]) -
 
 def special_ids(args: argparse.Namespace, datasets: list[IndexedDataset]) -> tuple[int | None, int]:
     """(separator or None, padding) as token ids."""
-    named = {}
-    if args.tokenizer_type:
+    prefixes = [indexed.prefix for indexed in datasets]
+    named = common_tokenizer(prefixes) or {}
+    if args.tokenizer_type or args.tokenizer_model:
         tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
+        check_tokenizer(prefixes, tokenizer, args.tokenizer_model)
         named = {"eod": tokenizer.eod, "bos": tokenizer.bos}
     separator = args.separator
     if separator in ("eod", "bos"):
         if named.get(separator) is None:
-            reason = f"{args.tokenizer_type} has no {separator}" if named else "needs --tokenizer-type (and --tokenizer-model)"
-            raise DatasetError(f"--separator {separator} {reason}; a token id such as 2 works without")
+            reason = f"the tokenizer has no {separator}" if named else "needs the --tokenizer-model (or --tokenizer-type Byte)"
+            raise DatasetError(f"--separator {separator}: {reason}; a token id such as 2 works")
         separator = named[separator]
     padding = args.padding_id if args.padding_id is not None else named.get("eod")
     if padding is None:
@@ -105,7 +108,7 @@ def make_plan(args: argparse.Namespace) -> None:
     separator, padding = special_ids(args, datasets)
     described = describe_datasets(datasets, args.output)
     options = {
-        "group_by": args.group_by or ("key" if groups is not None else None),
+        "group_by": None if groups is None else args.group_by or "key",
         "groups_sha256": None if groups is None else hashlib.sha256(groups.astype("<i8").tobytes()).hexdigest(),
         "split": args.split if args.part else None,
         "part": args.part,
@@ -180,11 +183,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--output", required=True, metavar="PLAN", help="the folder to write")
     add("--seq-length", type=int, required=True, metavar="TOKENS", help="of training; up to 16,777,216 and more")
     add("--separator", metavar="eod|bos|ID", help="a token between the pieces of a sequence (default: none)")
-    add("--padding-id", type=int, metavar="ID", help="fills sequences, never has a label (default: eod; without --tokenizer-type "
-        "the token that ends the first document)")  # fmt: skip
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, help="tells eod and bos")
-    add("--tokenizer-model", metavar="FILE", help="as for preprocess_data.py")
-    add("--group-by", metavar="RULE", help="key, path:N, field:NAME or none (default: key where PREFIX.groups exists)")
+    add("--padding-id", type=int, metavar="ID", help="fills sequences, never has a label (default: eod; of a dataset "
+        "without manifest or tokenizer the token that ends its first document)")  # fmt: skip
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, help="tells eod and bos (default: from the datasets' manifests)")
+    add("--tokenizer-model", metavar="FILE", help="as for preprocess_data.py; checked against the manifests")
+    add("--group-by", metavar="RULE", help="keep together by key, path:N or field:NAME (default: key with --groups)")
     add("--groups", nargs="+", metavar="FILE", help="one for each --input instead of PREFIX.groups")
     add("--split", default="969,30,1", metavar="A,B,C", help="shares of documents, with --part (default: %(default)s)")
     add("--part", choices=PARTS, help="plan only these documents, the ones that training without a plan takes (default: all)")
@@ -204,8 +207,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         if not args.separator.isdecimal():
             parser.error(f"--separator {args.separator} must be eod, bos or a token id such as 2")
         args.separator = int(args.separator)
-    if args.groups and args.group_by == "none":
-        parser.error("--groups and --group-by none contradict each other; --group-by key works")
     return args
 
 

@@ -3,17 +3,22 @@
     a: documents [5 6 7] [8]        b: documents [9]        merged: [5 6 7] [8] [9]
 
 Tokens are copied as they lie; when datasets store ids in different types (a small and a large vocabulary), all are stored in
-the widest. The two files appear together and complete, the index last.
+the widest. When all have a manifest, so has the result; when all have groups, so has the result. The files get their names
+when they are complete, the index last.
 """
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from megacp.data.document_groups import groups_beside
 from megacp.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION, DatasetError, IndexedDataset
+from megacp.data.manifest import MANIFEST, Manifest, read_manifest
+from megacp.data.verification import common_tokenizer, file_sha256
 
 _COPY_BYTES = 1 << 24
 
@@ -24,26 +29,37 @@ def merge_datasets(prefixes: list[str], output: str, progress: Callable[[str], N
     Raises DatasetError naming the file, OSError when the disk is full; then nothing is left.
     """
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    for ending in ("bin", "idx"):
-        if Path(f"{output}.{ending}").exists():
-            raise DatasetError(f"--output-prefix {output}: {output}.{ending} exists; remove it or name another prefix")
+    endings = (".bin", ".groups", MANIFEST, ".idx")
+    for path in (Path(f"{output}{ending}") for ending in endings):
+        if path.exists():
+            raise DatasetError(f"--output-prefix {output}: {path} exists; remove it or name another prefix")
+    tokenizer = common_tokenizer(prefixes)
     dtype = np.result_type(*(indexed.dtype for indexed in datasets)).newbyteorder("<")
     code = next(code for code, known in DTYPES.items() if np.dtype(known) == dtype)
     Path(output).parent.mkdir(parents=True, exist_ok=True)
-    temporary = {ending: Path(f"{output}.{ending}.{os.getpid()}.tmp") for ending in ("bin", "idx")}
+    temporary = {ending: Path(f"{output}{ending}.{os.getpid()}.tmp") for ending in endings}
     try:
-        with open(temporary["bin"], "wb") as tokens:
+        with open(temporary[".bin"], "wb") as tokens:
             for indexed in datasets:
                 _copy_tokens(indexed, tokens, dtype)
                 progress(f"{indexed.prefix}: {indexed.num_documents:,} documents, {indexed.num_tokens:,} tokens")
             tokens.flush()
             os.fsync(tokens.fileno())
-        with open(temporary["idx"], "wb") as index:
+        with open(temporary[".idx"], "wb") as index:
             _write_index(datasets, index, dtype, code)
             index.flush()
             os.fsync(index.fileno())
-        for ending in ("bin", "idx"):
-            os.replace(temporary[ending], f"{output}.{ending}")
+        groups = [groups_beside(prefix) for prefix in prefixes]
+        if all(groups):
+            _concatenate(groups, temporary[".groups"])
+        manifests = [read_manifest(prefix) for prefix in prefixes]
+        if all(manifests):
+            hashes = {ending: file_sha256(temporary[f".{ending}"]) for ending in ("bin", "idx")}
+            merged = _merged_manifest(manifests, tokenizer, dtype, hashes)
+            temporary[MANIFEST].write_text(merged.to_json(), encoding="utf-8")
+        for ending in endings:
+            if temporary[ending].exists():
+                os.replace(temporary[ending], f"{output}{ending}")
     finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)
@@ -75,3 +91,27 @@ def _write_index(datasets: list[IndexedDataset], index, dtype: np.dtype, code: i
     for indexed in datasets:
         index.write((indexed.document_indices[1:] + first_sequence).astype("<i8").data)
         first_sequence += len(indexed.sequence_lengths)
+
+
+def _concatenate(sources: list[Path], output: Path) -> None:
+    with open(output, "wb") as joined:
+        for path in sources:
+            with open(path, "rb") as source:
+                shutil.copyfileobj(source, joined, _COPY_BYTES)
+
+
+def _merged_manifest(manifests: list[Manifest], tokenizer: dict, dtype: np.dtype, hashes: dict[str, str]) -> Manifest:
+    counts = sum((Counter(manifest.counts) for manifest in manifests), Counter())
+    return Manifest(
+        tokenizer=tokenizer,
+        options={"merged": [manifest.options for manifest in manifests]},
+        inputs=[source for manifest in manifests for source in manifest.inputs],
+        counts={name: counts[name] for name in manifests[0].counts},
+        skipped_names=[name for manifest in manifests for name in manifest.skipped_names],
+        output={
+            "dtype": dtype.name,
+            "documents": sum(manifest.output["documents"] for manifest in manifests),
+            "tokens": sum(manifest.output["tokens"] for manifest in manifests),
+            "sha256": hashes,
+        },
+    )

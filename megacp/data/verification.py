@@ -7,16 +7,13 @@ Opening either already checks the index against the file sizes; these read the r
 """
 
 import hashlib
-import json
 import os
-from pathlib import Path
 
 import numpy as np
 
 from megacp.data.indexed_dataset import SCAN_TOKENS, DatasetError, IndexedDataset
+from megacp.data.manifest import MANIFEST, read_manifest
 from megacp.data.packing_plan import ARRAYS, PackingPlan
-
-MANIFEST = ".manifest.json"  # what preprocess_data writes beside PREFIX.bin and PREFIX.idx
 
 
 def verify_dataset(prefix: str, vocab_size: int | None = None) -> list[str]:
@@ -46,18 +43,30 @@ def token_range(indexed: IndexedDataset) -> tuple[int, int]:
 
 
 def _verify_manifest(indexed: IndexedDataset) -> list[str]:
-    path = Path(f"{indexed.prefix}{MANIFEST}")
-    if not path.is_file():
-        return [f"no {path.name} to compare hashes with"]
-    try:
-        files = json.loads(path.read_text(encoding="utf-8"))["output"]["sha256"]
-        expected = {"bin": files["bin"], "idx": files["idx"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise DatasetError(f"{path}: not a manifest of preprocess_data ({error!r})") from None
+    manifest = read_manifest(indexed.prefix)
+    if manifest is None:
+        return [f"no {MANIFEST} to compare hashes with"]
     for ending, file in (("bin", indexed.bin_path), ("idx", indexed.idx_path)):
-        if (found := file_sha256(file)) != expected[ending]:
-            raise DatasetError(f"{file}: sha256 {found}, {path.name} has {expected[ending]}; it was changed since")
-    return [f"sha256 of .bin and .idx are those of {path.name}"]
+        expected, found = manifest.output.get("sha256", {}).get(ending), file_sha256(file)
+        if found != expected:
+            raise DatasetError(f"{file}: sha256 {found}, the {MANIFEST} beside it has {expected}; it was changed since")
+    return [f"sha256 of .bin and .idx are those of the {MANIFEST} beside them"]
+
+
+def common_tokenizer(prefixes: list[str]) -> dict | None:
+    """What the manifests say of the tokenizer; None without any. Raises DatasetError when they name different ones."""
+    made = {}
+    for prefix in prefixes:
+        if (manifest := read_manifest(prefix)) is not None:
+            made.setdefault(manifest.tokenizer["sha256"], (prefix, manifest.tokenizer))
+    if len(made) > 1:
+        (one, first), (other, second) = list(made.values())[:2]
+        raise DatasetError(
+            f"--input {one} was made with {first['type']} {first['model'] or ''} (sha256 {first['sha256'][:12]}), {other} with "
+            f"{second['type']} {second['model'] or ''} (sha256 {second['sha256'][:12]}): the same id means another text in each; "
+            "preprocess them with one tokenizer"
+        )
+    return next((tokenizer for _, tokenizer in made.values()), None)
 
 
 def verify_plan(folder: str) -> list[str]:

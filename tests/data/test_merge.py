@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from megacp.data.indexed_dataset import DatasetError
+from megacp.data.manifest import MANIFEST, Manifest, describe_tokenizer, read_manifest
 from megacp.data.merge import merge_datasets
+from megacp.data.tokenizer import ByteTokenizer
+from megacp.data.verification import verify_dataset
 from tests.data.documents import numbered_documents, write_dataset
 
 
@@ -40,6 +43,33 @@ def test_sequences_that_do_not_lie_in_order(tmp_path):
     (tmp_path / "b.idx").write_bytes(raw)
     merged = merge_datasets([a.prefix, b.prefix], str(tmp_path / "m"))
     assert [merged.read(sequence).tolist() for sequence in range(4)] == [[1, 2, 3], [4], [2, 3, 4], [1]]
+
+
+def test_manifest_and_groups_when_all_have_them(tmp_path):
+    for name, ids in (("a", [[1, 2], [3]]), ("b", [[4]])):
+        write_dataset(tmp_path / name, ids)
+        documents, tokens = len(ids), sum(map(len, ids))
+        source = {"path": f"{name}.txt", "bytes": tokens, "sha256": "", "documents": documents}
+        output = {"dtype": "int32", "documents": documents, "tokens": tokens, "sha256": {}}
+        counts = {"documents": documents, "tokens": tokens, "empty": 0}
+        manifest = Manifest(describe_tokenizer(ByteTokenizer(), None), {}, [source], counts, [name], output)
+        (tmp_path / f"{name}{MANIFEST}").write_text(manifest.to_json())
+        (tmp_path / f"{name}.groups").write_text("".join(f"{name}/{d}\n" for d in range(documents)))
+    merge_datasets([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "m"))
+    assert (tmp_path / "m.groups").read_text() == "a/0\na/1\nb/0\n"
+    merged = read_manifest(str(tmp_path / "m"))
+    assert merged.counts == {"documents": 3, "tokens": 4, "empty": 0} and [one["path"] for one in merged.inputs] == [
+        "a.txt",
+        "b.txt",
+    ]
+    assert merged.skipped_names == ["a", "b"]
+    assert (merged.output["documents"], merged.output["tokens"], merged.tokenizer["type"]) == (3, 4, "Byte")
+    assert "sha256 of .bin and .idx are those of" in verify_dataset(str(tmp_path / "m"))[1]
+
+    (tmp_path / f"b{MANIFEST}").unlink()
+    (tmp_path / "b.groups").unlink()
+    merge_datasets([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "partly"))
+    assert not (tmp_path / "partly.groups").exists() and read_manifest(str(tmp_path / "partly")) is None
 
 
 def test_nothing_is_left_or_overwritten(tmp_path, monkeypatch):

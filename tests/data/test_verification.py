@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megacp.data.indexed_dataset import DatasetError
+from megacp.data.manifest import MANIFEST, Manifest
 from megacp.data.verification import verify_dataset, verify_plan
 from tests.data.documents import numbered_documents, write_dataset
 from tests.data.test_packing_plan import write
@@ -23,6 +24,20 @@ def test_dataset(tmp_path):
         verify_dataset(prefix)
     write_dataset(prefix, [[]])
     assert "0 tokens" in verify_dataset(prefix, vocab_size=1)[0]
+
+
+def test_hashes_of_the_manifest(tmp_path):
+    prefix = str(tmp_path / "x")
+    indexed = write_dataset(prefix, numbered_documents([4, 3]))
+    hashes = {ending: hashlib.sha256((tmp_path / f"x.{ending}").read_bytes()).hexdigest() for ending in ("bin", "idx")}
+    manifest = Manifest({}, {}, [], {}, [], {"sha256": hashes})
+    (tmp_path / f"x{MANIFEST}").write_text(manifest.to_json())
+    assert "are those of" in verify_dataset(prefix)[1]
+    changed = bytearray(indexed.bin_path.read_bytes())
+    changed[8] ^= 1
+    indexed.bin_path.write_bytes(changed)
+    with pytest.raises(DatasetError, match="x.bin: sha256 .* it was changed since"):
+        verify_dataset(prefix)
 
 
 def test_plan_is_sound(tmp_path):

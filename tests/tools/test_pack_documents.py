@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megacp.data.manifest import MANIFEST, Manifest, describe_tokenizer
 from megacp.data.packing_plan import PackingPlan
+from megacp.data.tokenizer import ByteTokenizer
 from megacp.data.verification import verify_plan
 from tests.data.documents import numbered_documents, write_dataset
 from tools import pack_documents
@@ -63,8 +65,7 @@ def test_groups_beside_the_dataset_and_named(tmp_path):
 
     assert not together(apart, [0, 2, 4])
     assert together(run(tmp_path, "--group-by", "path:1", output="paths"), [0, 2, 4])
-    ungrouped = run(tmp_path, "--group-by", "none", output="ungrouped")
-    assert files_of(tmp_path / "apart")["documents.npy"] == files_of(ungrouped.folder)["documents.npy"]
+    assert not together(run(tmp_path, output="unasked"), [0, 2, 4])
     (tmp_path / "g.jsonl").write_text('{"k": 1}\n{"k": 2}\n{"k": 1}\n{"k": 3}\n{"k": 2}\n')
     assert together(run(tmp_path, "--groups", tmp_path / "g.jsonl", "--group-by", "field:k", output="fields"), [1, 4])
 
@@ -73,7 +74,7 @@ def test_documents_without_a_group_are_alone_in_every_dataset(tmp_path):
     datasets = [write_dataset(tmp_path / name, numbered_documents([1, 1, 1])) for name in "xyz"]
     (tmp_path / "x.groups").write_text("a\n\nb\n")
     (tmp_path / "z.groups").write_text("b\n\n\n")
-    args = pack_documents.parse_args(["--input", "x", "y", "z", "--output", "p", "--seq-length", "8"])
+    args = pack_documents.parse_args(["--input", "x", "y", "z", "--output", "p", "--seq-length", "8", "--group-by", "key"])
     groups = pack_documents.document_groups(args, datasets).tolist()
     assert len(set(groups)) == 8 and groups[2] == groups[6]  # only the two b are of one group
 
@@ -164,7 +165,7 @@ def test_the_same_command_again_and_another_one(tmp_path, capsys):
     "arguments, message",
     [
         (["--group-by", "path:1"], "--group-by path:1 needs a line for each document: .*x.groups does not exist"),
-        (["--separator", "bos"], "--separator bos needs --tokenizer-type"),
+        (["--separator", "bos"], "--separator bos: needs the --tokenizer-model .*a token id such as 2 works"),
         (["--drop-shorter-than", "16"], "no sequence to plan; 3 documents with 27 tokens, of which 27 are left out"),
         (["--groups", "a", "b"], "--groups: 2 files for 1 --input"),
         (["--groups", "missing.groups"], "No such file.*missing.groups"),
@@ -186,3 +187,25 @@ def test_launched_by_its_path(tmp_path):
     assert "4 sequences of 8 tokens" in done.stdout
     done = subprocess.run([*command, "0"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and "--seq-length 0 must be at least 1" in done.stderr
+
+
+def write_manifest(prefix, tokenizer):
+    manifest = Manifest(describe_tokenizer(tokenizer, "tokenizer.model"), {}, [], {}, [])
+    Path(f"{prefix}{MANIFEST}").write_text(manifest.to_json())
+
+
+def test_manifests_tell_the_tokenizer(tmp_path):
+    for name in "xyz":
+        write_dataset(tmp_path / name, [[5, 6], [7]])
+    write_manifest(tmp_path / "x", ByteTokenizer())
+    plan = run(tmp_path, "--separator", "bos", inputs=("x", "y"))
+    assert plan.separator == 256 and plan.padding == 257
+
+    class Another(ByteTokenizer):
+        fingerprint = "0" * 64
+
+    write_manifest(tmp_path / "z", Another())
+    with pytest.raises(SystemExit, match=r"x was made with Byte tokenizer.model \(sha256 .*z with .*preprocess them with one"):
+        run(tmp_path, inputs=("x", "y", "z"), output="other")
+    with pytest.raises(SystemExit, match=r"z was made with Byte tokenizer.model .* is another tokenizer"):
+        run(tmp_path, "--tokenizer-type", "Byte", inputs=("z",), output="other")
