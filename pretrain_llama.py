@@ -31,8 +31,8 @@ from megacp.parallel_state import ParallelLayout
 from megacp.training.activation_plans import activation_geometry, activation_plans, check_budgets
 from megacp.training.errors import explain_errors
 from megacp.training.evaluation import Evaluator
-from megacp.training.initialize import collective_timeout, initialize_distributed, launched_rank, launched_world_size, select_device
-from megacp.training.initialize import shut_down_distributed
+from megacp.training.initialize import collective_timeout, initialize_distributed, launched_rank, launched_world_size
+from megacp.training.initialize import launcher_notes, select_device, shut_down_distributed
 from megacp.training.loop import TrainingRun, device_peak_flops
 from megacp.training.metrics import MetricsLogger
 from megacp.training.optimizer import build_optimizer
@@ -66,6 +66,7 @@ def main() -> int:
         check_budgets(args, activation_plans(args, config.num_layers), activation_geometry(args, config, layout, schedule, dtype))
         step_seconds = predicted_step_seconds(args, config, layout, device_peak_flops(device))
         timeout = collective_timeout(args.distributed_timeout_minutes, step_seconds)
+        notes += launcher_notes(step_seconds)
         if is_first_rank:
             print(startup_summary(args, config, layout, schedule, device, dtype, data, timeout, notes), flush=True)
         initialize_distributed(layout, device, timeout, fake=args.dry_run)

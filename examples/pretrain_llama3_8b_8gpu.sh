@@ -11,6 +11,7 @@ TOKENIZER=${TOKENIZER:?the tokenizer.json that the data was made with}
 OUT=${OUT:-runs/llama3-8b-1m}
 LAUNCHER=${LAUNCHER:-torchrun --standalone --nproc-per-node 8}
 
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=900   # seconds that a step and its save have after SIGTERM or Ctrl-C; torchrun's own 30 kill both
 export CUDA_DEVICE_MAX_CONNECTIONS=8    # copies, collectives and compute queue separately
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 

@@ -70,3 +70,16 @@ def test_scripts_parse(script):
     done = bash(["-n", script], dict(os.environ))
     assert done.returncode == 0, done.stderr
     assert script.endswith("setup_env.sh") or Path(script).read_text().startswith("#!/usr/bin/env bash\n")
+
+
+@pytest.mark.parametrize("script", ["pretrain_llama3_8b_8gpu.sh", "pretrain_llama3_8b_2nodes.slurm"])
+def test_long_steps_have_time_to_save_before_torchrun_kills_them(script, tmp_path):
+    launcher = tmp_path / "launcher"
+    launcher.write_text("#!/bin/sh\necho $TORCH_ELASTIC_SHUTDOWN_TIMEOUT\n")
+    launcher.chmod(0o755)
+    done = bash([f"examples/{script}"], os.environ | {"LAUNCHER": str(launcher), "DATA": "d", "TOKENIZER": "t"})
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 300
+    before_the_end = [line for line in (ROOT / "examples" / script).read_text().splitlines() if "--signal=TERM@" in line]
+    for line in before_the_end:
+        assert int(done.stdout) < int(line.partition("TERM@")[2].split()[0])

@@ -78,6 +78,7 @@ def plot(paths: list[str], labels: list[str], output: str, smooth: int | None) -
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.tight_layout()
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output)
     plt.close(figure)
 

@@ -7,6 +7,7 @@ torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without
 `python pretrain_llama.py …` works.
 """
 
+import math
 import os
 import socket
 from datetime import timedelta
@@ -71,6 +72,17 @@ def shut_down_distributed() -> None:
     if dist.is_initialized():
         destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def launcher_notes(step_seconds: float) -> list[str]:
+    """A line for the person when torchrun would kill the ranks in the step that a SIGTERM or Ctrl-C lets them finish and save."""
+    patience = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    if "TORCHELASTIC_RUN_ID" not in os.environ or step_seconds < patience:
+        return []
+    return [
+        f"a step may take {step_seconds:.0f} s, but torchrun kills the ranks {patience} s after SIGTERM or Ctrl-C, before they have saved; "
+        f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={math.ceil(3 * step_seconds / 60) * 60} in its environment leaves them time"
+    ]
 
 
 def collective_timeout(minutes: float, step_seconds: float) -> timedelta:

@@ -29,11 +29,11 @@ def write_run(path, losses, end=""):
 
 def test_one_command_makes_a_picture(tmp_path):
     run = write_run(tmp_path / "run.jsonl", np.linspace(8, 3, 200).tolist())
-    command = [sys.executable, str(TOOL), run, "--output", str(tmp_path / "loss.png")]
+    command = [sys.executable, str(TOOL), run, "--output", str(tmp_path / "a folder" / "loss.png")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert "loss.png" in done.stdout
-    pixels = matplotlib.image.imread(tmp_path / "loss.png")
+    pixels = matplotlib.image.imread(tmp_path / "a folder" / "loss.png")
     assert pixels.shape[0] >= 600 and pixels.shape[1] >= 1000
     assert 0.01 < (pixels[..., :3].min(axis=2) < 0.9).mean() < 0.5  # neither empty nor full
 
