@@ -51,7 +51,8 @@ class RegionRows:
 
     def __init__(self, region, like: Tensor, tile_size: int, copies: Copies):
         self._region, self._copies = region, copies
-        self._staging = _Staging(lambda: like.new_empty((min(tile_size, len(like)), *like.shape[1:])))
+        shape, kind = (min(tile_size, len(like)), *like.shape[1:]), dict(dtype=like.dtype, device=like.device)
+        self._staging = _Staging(lambda: torch.empty(shape, **kind))  # without `like`, whose memory would live on in it
         self._row_bytes = like[:1].nbytes
 
     def put(self, start: int, stop: int, source: Tensor) -> Pending:

@@ -111,6 +111,7 @@ class _DecoderLayerFunction(torch.autograd.Function):
             _scatter_heads(context, g_td @ w.o_proj, output_grads, start, stop)
             if kept.plan.residual_grad != GPU:
                 leaving.append(residual.put(start, stop, g_td))
+        del h_td, o_stages, o_to, g_td  # the last tile's views would keep the outputs of all stages
         output_grads.flush()
         for pending in leaving:
             pending.wait()
