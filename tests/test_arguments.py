@@ -179,6 +179,8 @@ CASES = [
     (["--split", "1;2"], 1, ["--split 1;2", "969,30,1"]),
     (["--split", "0,1"], 1, ["--split 0,1"]),
     (["--split", "1,nan"], 1, ["--split 1,nan"]),
+    (["--activation-memory", "disk"], 1, ["--activation-memory disk", "--disk-offload-dir", "--activation-memory host works"]),
+    (["--disk-memory-gib", 5], 1, ["--disk-memory-gib 5", "--disk-offload-dir", "without --disk-memory-gib works"]),
     (["--save-interval", 10], 1, ["--save-interval 10", "--save"]),
     (["--rope-scaling-factor", 8], 1, ["--rope-scaling-factor 8", "--rope-scaling-type none"]),
     (["--rope-scaling-type", "llama3", "--rope-beta-fast", 8], 1, ["--rope-beta-fast 8", "--rope-scaling-type llama3"]),

@@ -134,6 +134,10 @@ BAD_INPUT = {
     "no data": ([], "--data-path"),
     "missing data": (["--data-path", "/nowhere/x", "--tokenizer-type", "Byte", "--vocab-size", "258"], "/nowhere/x"),
     "backend": (["--attention-backend", "fa4", "--device", "cpu", "--mock-data"], "--attention-backend fa4"),
+    "host memory": (
+        "--model llama3-8b --seq-length 1048576 --context-parallel-size 8 --activation-memory host --host-memory-gib 9 --mock-data".split(),
+        "--host-memory-gib 9",
+    ),
     "not a number": (["--lr", "fast", "--mock-data"], "--lr"),
 }
 

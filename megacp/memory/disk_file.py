@@ -36,13 +36,15 @@ class DiskFile:
                 self._direct = _open_direct(self.path)
             finally:
                 os.unlink(self.path)
+            if self._direct is not None:
+                weakref.finalize(self, os.close, self._direct)
+                if not _answers(self._direct):
+                    self._direct = None
         except OSError as error:
             raise ValueError(
                 f"--disk-offload-dir {directory}: no file can be made there ({error.strerror}); an existing directory on a local "
                 "file system that this user may write to works"
             ) from error
-        if self._direct is not None:
-            weakref.finalize(self, os.close, self._direct)
         try:
             os.posix_fallocate(self._buffered, 0, bytes_)
         except OSError as error:
@@ -53,8 +55,6 @@ class DiskFile:
                 f"needed, {status.f_bavail * status.f_frsize:,} free ({error.strerror}); a directory with more room, "
                 "--recompute-granularity full, --activation-memory host or more ranks in --context-parallel-size work"
             ) from error
-        if self._direct is not None and not _answers(self._direct):
-            self._direct = None
 
     @property
     def bypasses_page_cache(self) -> bool:

@@ -1,5 +1,7 @@
 """The decoder layer and the model on one GPU against the float64 reference, with every attention backend that is there."""
 
+import tempfile
+
 import pytest
 import torch
 
@@ -53,7 +55,9 @@ def gradients(config, dtype, heads_per_stage, cu_seqlens, backend, plan=LayerPla
     context = LayerContext(
         AttentionSettings(schedule, None, documents, config.kv_channels**-0.5, backend),
         positions_T.cuda(), inverse_frequencies(config.kv_channels, config.rotary_base, None, "cuda"), attention_factor(None), 700,
-        ActivationStore([plan] * config.num_layers, Geometry.of(config, schedule, TOKENS, 700, dtype), torch.device("cuda", 0)),
+        ActivationStore(
+            [plan] * config.num_layers, Geometry.of(config, schedule, TOKENS, 700, dtype), torch.device("cuda", 0), tempfile.gettempdir()
+        ),
     )  # fmt: skip
     loss = model(tokens_T.cuda(), labels_T.cuda(), context, 1 / 1000, 512)
     loss.backward()

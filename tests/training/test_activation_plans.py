@@ -1,0 +1,77 @@
+"""Budgets of host and disk memory are kept, or refused before anything is allocated, with advice that works."""
+
+import copy
+
+import pytest
+import torch
+
+from megacp.argument_checks import ArgumentError
+from megacp.arguments import model_config_from_args, parse_args, validate_args
+from megacp.context_parallel.head_schedule import build_head_schedule
+from megacp.parallel_state import ParallelLayout
+from megacp.training.activation_plans import activation_geometry, activation_plans, check_budgets
+
+LAYERS = 32
+# u is 1 GiB a rank; the log-sum-exp of a layer is a 64th of that.
+FLAGS = "--mock-data --model llama3-8b --seq-length 1048576 --context-parallel-size 8".split()
+
+
+def check(args):
+    validate_args(args, 8)
+    config, layout = model_config_from_args(args), ParallelLayout(8, 8)
+    schedule = build_head_schedule(config.num_attention_heads, config.num_query_groups, 8, args.upipe_heads_per_stage)
+    check_budgets(args, activation_plans(args, LAYERS), activation_geometry(args, config, layout, schedule, torch.bfloat16))
+
+
+def refused(flags):
+    args = parse_args([*FLAGS, *flags.split()])
+    with pytest.raises(ArgumentError) as error:
+        check(args)
+    return args, error.value
+
+
+# Host: h, output and lse of 32 layers; disk: h and output, with the lse and 256 MiB of staging and a chunk of 2 MiB on the host.
+ENOUGH = {
+    "--activation-memory host": ("host", LAYERS * (2 + 1 / 64)),
+    "--activation-memory lean": ("host", LAYERS * (2 + 1 / 64) + 2),
+    "--activation-memory host --recompute-granularity full": ("host", LAYERS),
+    "--activation-memory disk --disk-offload-dir /tmp": ("disk", LAYERS * 2),
+    "--activation-memory disk --disk-offload-dir /tmp --recompute-granularity full": ("disk", LAYERS),
+    "--disk-offload-dir /tmp --activation-memory disk": ("host", LAYERS / 64 + 0.25 + 2 / 1024),
+}
+
+
+@pytest.mark.parametrize("flags", ENOUGH)
+def test_a_budget_that_holds_the_activations_to_the_byte_is_enough_and_a_smaller_one_is_not(flags):
+    place, gib = ENOUGH[flags]
+    check(parse_args([*FLAGS, *flags.split(), f"--{place}-memory-gib", repr(gib)]))
+    _, error = refused(f"{flags} --{place}-memory-gib {gib - 1e-6!r}")
+    assert str(error).startswith(f"--{place}-memory-gib {gib - 1e-6:g} is less than the ")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--activation-memory host --host-memory-gib 64",
+        "--activation-memory lean --host-memory-gib 33",
+        "--activation-memory lean --host-memory-gib 1 --disk-offload-dir /tmp",
+        "--activation-memory disk --disk-offload-dir /tmp --disk-memory-gib 40",
+        "--activation-memory disk --disk-offload-dir /tmp --disk-memory-gib 80 --host-memory-gib 0.2",
+    ],
+)
+def test_every_alternative_of_the_advice_fits(flags):
+    args, error = refused(flags)
+    assert len(error.fixes) >= 2
+    for fix in error.fixes:
+        fixed = copy.deepcopy(args)
+        for name, value in fix.items():
+            assert f"--{name.replace('_', '-')} {value}" in str(error)
+            setattr(fixed, name, value)
+        check(fixed)
+
+
+def test_the_advice_names_the_disk_only_where_there_is_one():
+    _, error = refused("--activation-memory host --host-memory-gib 1")
+    assert "--activation-memory disk" not in str(error) and "--activation-memory gpu" in str(error)
+    _, error = refused("--activation-memory host --host-memory-gib 1 --disk-offload-dir /tmp")
+    assert "--activation-memory disk" in str(error)
