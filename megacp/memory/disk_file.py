@@ -108,4 +108,3 @@ def _answers(direct: int) -> bool:
             if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                 return False
             raise
-

@@ -96,7 +96,9 @@ class DiskPool:
                 self.file.read(chunk.position, data)
                 checksum = zlib.crc32(data)
                 if checksum != chunk.checksum:
-                    reason = f"their CRC-32 is {checksum:08x}, {chunk.checksum:08x} was written: the file was changed or the disk is bad"
+                    reason = (
+                        f"their CRC-32 is {checksum:08x}, {chunk.checksum:08x} was written: the file was changed or the disk is bad"
+                    )
                     raise self.file.error("reading back", chunk.position, chunk.length, reason)
                 slot.busy = _copy(self._inward, destination.pop(), slot.memory[: chunk.length], after)
                 arriving.set_result(slot.busy)

@@ -168,7 +168,9 @@ def test_a_failed_write_is_raised_by_whatever_comes_next(tmp_path, monkeypatch, 
     monkeypatch.setattr(os, "pwrite", fails(number))
     source = torch.arange(CHUNK, dtype=torch.int32)
     deadline = time.monotonic() + 5
-    with pytest.raises(DiskError, match=rf"^--disk-offload-dir {tmp_path}: writing bytes [\d,]+ to [\d,]+ of .*: .*{os.strerror(number)}"):
+    with pytest.raises(
+        DiskError, match=rf"^--disk-offload-dir {tmp_path}: writing bytes [\d,]+ to [\d,]+ of .*: .*{os.strerror(number)}"
+    ):
         while time.monotonic() < deadline:
             region.write("x", 0, source, COPIES).wait()
     with pytest.raises(DiskError, match="writing"):
@@ -243,7 +245,9 @@ def test_one_changed_bit_in_the_file_is_found(tmp_path, position):
 def test_a_disk_without_room_is_refused_at_the_start_with_both_sizes():
     status = os.statvfs("/dev/shm")
     needed = 2 * status.f_blocks * status.f_frsize
-    with pytest.raises(ValueError, match=f"--disk-offload-dir /dev/shm cannot hold .* {needed:,} bytes .* needed, [0-9,]+ free") as error:
+    with pytest.raises(
+        ValueError, match=f"--disk-offload-dir /dev/shm cannot hold .* {needed:,} bytes .* needed, [0-9,]+ free"
+    ) as error:
         make_pool("/dev/shm", bytes_=needed)
     assert os.strerror(errno.ENOSPC) in str(error.value)
     after = os.statvfs("/dev/shm")
