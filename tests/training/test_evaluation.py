@@ -57,18 +57,19 @@ def _evaluator(world_size, flags, dataset):
     held_out = TrainingData(dataset, EOD, 0, "", valid=dataset, test=dataset)
     evaluator = Evaluator(args, config, settings, model, held_out, cpu, torch.float32)
     evaluator.bounds = bucket_bounds(SEQ_LENGTH, FIRST_BUCKET)
-    return evaluator, model, config
+    return evaluator, model, config, settings.store
 
 
 def _evaluate(rank, world_size, flags):
     """A record for each mask, the weights and the model's config."""
-    evaluator, model, config = _evaluator(world_size, flags, LopsidedDataset())
+    evaluator, model, config, store = _evaluator(world_size, flags, LopsidedDataset())
     found = {}
     for mask in MASKS:
         evaluator._args.attention_mask = mask
         found[mask], again = (evaluator.evaluate("valid", step, lambda: False) for step in (1, 2))
         assert (found[mask].losses, found[mask].tokens) == (again.losses, again.tokens), "the same samples and weights each time"
     assert evaluator.evaluate("valid", 3, lambda: True) is None
+    assert store.forwards(0) == 0, "nothing was written to where training keeps its activations"
     return found, {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}, config
 
 
@@ -121,7 +122,7 @@ def test_losses_by_position_are_those_of_the_plain_model_on_every_layout(name, f
 
 def _peak_bytes(rank, world_size, num_layers):
     """The most that an evaluation allocates, beside its sharded weights."""
-    evaluator, _, _ = _evaluator(world_size, f"--num-layers {num_layers} --micro-batch-size 4 --activation-memory lean", LopsidedDataset())
+    evaluator, *_ = _evaluator(world_size, f"--num-layers {num_layers} --micro-batch-size 4 --activation-memory lean", LopsidedDataset())
     evaluator.evaluate("valid", 1, lambda: False)
     with AllocationCounter() as counter:
         evaluator.evaluate("valid", 1, lambda: False)
