@@ -16,6 +16,11 @@ A laptop, to see it work (`bash examples/quickstart.sh` does the same on real te
 `--help` lists every flag. `--dry-run` checks a job of any size in one process, without its weights:
 
     WORLD_SIZE=64 python pretrain_llama.py --model llama3-70b --context-parallel-size 32 --mock-data --dry-run
+
+One rank of such a job on one GPU, for its memory and time; the GPUs of the others are not needed:
+
+    python pretrain_llama.py --rehearse-world-size 8 --rehearse-attention stub --model llama3-8b --context-parallel-size 8 \\
+        --seq-length 10485760 --activation-memory lean --mock-data
 """
 
 import sys
@@ -28,12 +33,14 @@ from megacp.checkpointing.huggingface import HuggingFaceWeights
 from megacp.checkpointing.random_state import seed_random_state
 from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.parallel_state import ParallelLayout
+from megacp.rehearsal import rehearse
 from megacp.training.activation_plans import activation_geometry, activation_plans, check_budgets
 from megacp.training.errors import explain_errors
 from megacp.training.evaluation import Evaluator
-from megacp.training.initialize import collective_timeout, initialize_distributed, launched_rank, launched_world_size
-from megacp.training.initialize import launcher_notes, select_device, shut_down_distributed
+from megacp.training.initialize import collective_timeout, initialize_distributed, launched_rank
+from megacp.training.initialize import job_of, launcher_notes, select_device, shut_down_distributed
 from megacp.training.loop import TrainingRun, device_peak_flops
+from megacp.training.memory_phases import memory_history
 from megacp.training.metrics import MetricsLogger
 from megacp.training.optimizer import build_optimizer
 from megacp.training.path_checks import check_logs, check_paths
@@ -47,7 +54,8 @@ def main() -> int:
     args = parse_args()
     is_first_rank = launched_rank() == 0
     with explain_errors(is_first_rank) as outcome:
-        notes = validate_args(args, launched_world_size())
+        world_size, rank = job_of(args)
+        notes = validate_args(args, world_size)
         config = model_config_from_args(args)
         device = select_device(args.device)
         dtype = resolve_precision(args, device)
@@ -59,7 +67,7 @@ def main() -> int:
         resuming = args.load is not None and latest_iteration(args.load) is not None
         pretrained = HuggingFaceWeights(args.load_hf, config) if args.load_hf and not resuming else None
 
-        layout = ParallelLayout(launched_world_size(), args.context_parallel_size)
+        layout = ParallelLayout(world_size, args.context_parallel_size)
         schedule = build_head_schedule(
             config.num_attention_heads, config.num_query_groups, layout.ulysses_degree, args.upipe_heads_per_stage
         )
@@ -69,12 +77,16 @@ def main() -> int:
         notes += launcher_notes(step_seconds)
         if is_first_rank:
             print(startup_summary(args, config, layout, schedule, device, dtype, data, timeout, notes), flush=True)
-        initialize_distributed(layout, device, timeout, fake=args.dry_run)
+        faked = args.dry_run or args.rehearse_world_size
+        initialize_distributed(layout, device, timeout, fake_rank=rank if faked else None)
         model = build_model(config, parallel_state.get_data_context_mesh(), dtype)
-        if args.dry_run:
-            print(f"dry run, rank {launched_rank()} of {layout.world_size}: all but the weights was built, nothing was trained")
-        else:
-            train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank)
+        with memory_history(args.record_memory_history if is_first_rank else None, device):
+            if args.dry_run:
+                print(f"dry run, rank {rank} of {layout.world_size}: all but the weights was built, nothing was trained")
+            elif args.rehearse_world_size:
+                print(rehearse(args, config, layout, schedule, model, device, dtype, data).table(), flush=True)
+            else:
+                train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank)
         shut_down_distributed()
     return outcome.exit_code
 

@@ -265,6 +265,23 @@ def check_state(args: argparse.Namespace) -> None:
         _refuse("save_interval", args.save_interval, "needs --save DIR", {"save": "checkpoints"}, {"save_interval": None})
 
 
+def check_rehearsal(args: argparse.Namespace) -> None:
+    """A rehearsal has its own report, trains nothing that is worth keeping, and is asked for by the size of its job."""
+    ranks = args.rehearse_world_size
+    if ranks is None:
+        for name, default in (("rehearse_rank", 0), ("rehearse_attention", "real"), ("rehearse_json", None)):
+            if getattr(args, name) != default:
+                _refuse(name, getattr(args, name), "needs --rehearse-world-size", {"rehearse_world_size": 8}, {name: default})
+        return
+    if args.rehearse_rank >= ranks:
+        _refuse("rehearse_rank", args.rehearse_rank, f"is none of the ranks of --rehearse-world-size {ranks}",
+                {"rehearse_rank": ranks - 1})  # fmt: skip
+    for name in ("dry_run", "load", "save", "save_interval", "eval_interval", "tensorboard_dir", "log_jsonl"):
+        if getattr(args, name):
+            _refuse("rehearse_world_size", ranks, f"rehearses a few steps and keeps nothing, so {_flag(name)} means nothing",
+                    {name: False if name == "dry_run" else None})  # fmt: skip
+
+
 def check_vocab_size(config: ModelConfig, tokenizer_vocab_size: int) -> None:
     """Every token id has a row of the embedding. For once the tokenizer is loaded."""
     if config.vocab_size < tokenizer_vocab_size:

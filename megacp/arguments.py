@@ -25,6 +25,7 @@ from megacp.argument_checks import (
     check_model,
     check_parallel,
     check_pretrained,
+    check_rehearsal,
     check_rope_scaling,
     check_schedule,
     check_state,
@@ -35,6 +36,7 @@ from megacp.kernels.rotary import RopeScaling
 from megacp.model.config import PRESETS, ModelConfig, preset
 
 DEFAULT_MODEL = "llama-tiny"
+REHEARSED_STEPS = 3  # the first compiles and allocates the moments; the last is reported
 EXAMPLE = """example, one node of 8 GPUs:
   torchrun --nproc-per-node 8 pretrain_llama.py --model llama3-8b --context-parallel-size 8 --seq-length 1048576 \\
       --data-path corpus --tokenizer-model tokenizer.json --train-iters 1000
@@ -55,6 +57,9 @@ def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
     """
     check_pretrained(args, _base_config(args))
     check_rope_scaling(args, _base_config(args))
+    check_rehearsal(args)
+    if not args.train_iters:
+        args.train_iters = REHEARSED_STEPS if args.rehearse_world_size else 1000
     config = model_config_from_args(args)
     check_model(args, config)
     check_parallel(args, config, world_size)
@@ -184,7 +189,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    for add in (_add_model, add_rope_flags, _add_parallel, _add_memory, _add_training, _add_schedule, _add_data, _add_evaluation, _add_state, _add_logging):
+    for add in (_add_model, add_rope_flags, _add_parallel, _add_memory, _add_training, _add_schedule, _add_data, _add_evaluation, _add_state, _add_logging, _add_rehearsal):
         add(parser)
     return parser
 
@@ -265,7 +270,7 @@ def _add_training(parser):
     add("--micro-batch-size", type=COUNT, default=1, metavar="N", help="sequences packed into one forward and backward")
     add("--global-batch-size", type=COUNT_OR_ZERO, metavar="N",
         help="sequences per step; more than micro batch x data-parallel size accumulates gradients (default: just that)")
-    add("--train-iters", type=COUNT, default=1000, metavar="STEPS", help="optimizer steps of the whole run")
+    add("--train-iters", type=COUNT, metavar="STEPS", help=f"optimizer steps of the whole run (default: 1000; rehearsed, {REHEARSED_STEPS})")
     add("--weight-decay", type=POSITIVE_OR_ZERO, default=0.1, metavar="X", help="AdamW, on matrices only")
     add("--adam-beta1", type=FRACTION, default=0.9, metavar="X", help="decay of the mean gradient")
     add("--adam-beta2", type=FRACTION, default=0.95, metavar="X", help="decay of the mean squared gradient")
@@ -342,3 +347,14 @@ def _add_logging(parser):
     add("--log-interval", type=COUNT, default=1, metavar="STEPS", help="steps per line on the console")
     add("--tensorboard-dir", metavar="DIR", help="where TensorBoard events go")
     add("--log-jsonl", metavar="FILE", help="one JSON object a step")
+    add("--record-memory-history", metavar="FILE", help="the first rank's GPU allocations, for docs.pytorch.org/memory_viz")
+
+
+def _add_rehearsal(parser):
+    group = parser.add_argument_group("rehearsal", "One rank of a job of any size on one device: its memory and time. No launcher.")
+    add = group.add_argument
+    add("--rehearse-world-size", type=COUNT, metavar="N", help="GPUs of the job")
+    add("--rehearse-rank", type=COUNT_OR_ZERO, default=0, metavar="R", help="which of them")
+    add("--rehearse-attention", choices=("real", "stub"), default="real",
+        help="stub: take the attention kernel's memory and not its hours")  # fmt: skip
+    add("--rehearse-json", metavar="FILE", help="the report for programs")

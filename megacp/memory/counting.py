@@ -9,8 +9,8 @@
 
 So a memory claim about a GPU can be proved where there is none. Counted are the storages that operators make while the counter is
 on, forward and backward alike, until the last tensor on them dies, at their present size: FSDP shrinks a storage to nothing
-and lets it grow again. Not counted are tensors that were there before, such as a pool that stands for host memory, and what a
-kernel allocates and frees inside itself.
+and lets it grow again. Not counted are tensors that were there before, such as a pool that stands for host memory, what a
+kernel allocates and frees inside itself, and the fake tensors with which DTensor works out shapes.
 """
 
 import sys
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -89,7 +90,7 @@ class AllocationCounter(TorchDispatchMode):
     def _storages_in(self, values: Iterable) -> Iterator[torch.UntypedStorage]:
         for value in values:
             if isinstance(value, torch.Tensor):
-                if value.device.type == self._device_type:
+                if value.device.type == self._device_type and not isinstance(value, FakeTensor):
                     yield value.untyped_storage()
             elif isinstance(value, (list, tuple)):
                 yield from self._storages_in(value)

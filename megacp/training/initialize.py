@@ -8,6 +8,7 @@ torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without
 """
 
 import math
+import argparse
 import os
 import socket
 from datetime import timedelta
@@ -30,6 +31,18 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def job_of(args: argparse.Namespace) -> tuple[int, int]:
+    """Ranks of the job and this process's rank: the launcher's, or those rehearsed. Raises ValueError for both at once."""
+    if not args.rehearse_world_size:
+        return launched_world_size(), launched_rank()
+    if launched_world_size() != 1:
+        raise ValueError(
+            f"--rehearse-world-size {args.rehearse_world_size} takes one process, and the launcher started {launched_world_size()}; "
+            "python pretrain_llama.py instead of torchrun works"
+        )
+    return args.rehearse_world_size, args.rehearse_rank
+
+
 def select_device(requested: str) -> torch.device:
     """`auto` takes the GPU of LOCAL_RANK when there is one. Raises ValueError naming --device when it asks for what is not there."""
     # Segments that grow in place do not fragment when steps differ in their documents. Read at the first allocation.
@@ -48,18 +61,18 @@ def select_device(requested: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def initialize_distributed(layout: ParallelLayout, device: torch.device, timeout: timedelta, fake: bool = False) -> None:
+def initialize_distributed(layout: ParallelLayout, device: torch.device, timeout: timedelta, fake_rank: int | None = None) -> None:
     """Makes the default group (NCCL on GPUs, gloo on CPUs) and the groups of `layout`; `timeout` is that of every collective.
 
-    `fake` stands in for a job of any size in one process: groups have their true sizes and this rank's place, and no bytes move.
+    `fake_rank` stands in for that rank of a job of any size, in one process: groups have their true sizes, and no bytes move.
     """
-    if fake:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if fake_rank is not None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("fake", store=FakeStore(), rank=launched_rank(), world_size=layout.world_size)
+        dist.init_process_group("fake", store=FakeStore(), rank=fake_rank, world_size=layout.world_size)
     else:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         if "RANK" not in os.environ:
             one_rank = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
             os.environ.update(one_rank)

@@ -27,6 +27,7 @@ from megacp.training.evaluation import Evaluator
 from megacp.training.metrics import MetricsLogger, StepRecord, model_flops_per_step, peak_flops
 from megacp.training.micro_batches import micro_batches
 from megacp.training.resilience import TerminationSignal, check_finite
+from megacp.training.memory_phases import CudaGauge, PhaseMeter
 from megacp.training.schedule import learning_rate
 from megacp.training.step import StepResult, StepSettings, train_step
 
@@ -48,9 +49,14 @@ class TrainingRun:
     device: torch.device
     dtype: torch.dtype
     evaluator: Evaluator | None = None  # every --eval-interval steps
+    meter: PhaseMeter | None = None  # of the device's memory; on a GPU there always is one
     iteration: int = 0
     consumed_samples: int = 0
     attention_backend: str = ""  # of the last step; depends on its documents
+
+    def __post_init__(self):
+        if self.meter is None and self.device.type == "cuda":
+            self.meter = PhaseMeter(self.model, CudaGauge(self.device))
 
     def resume(self) -> list[str]:
         """Continues from the newest checkpoint in --load, if there is one. Returns lines that say what happened."""
@@ -123,16 +129,20 @@ class TrainingRun:
     def _step(self) -> StepRecord:
         """One optimizer step on the next global batch."""
         args, start = self.args, time.perf_counter()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if self.meter is not None:
+            self.meter.start_step()
         batches = self._next_micro_batches()
         rate = self._set_learning_rate()
         samples = range(self.consumed_samples, self.consumed_samples + args.global_batch_size)
 
         def check(loss: float, grad_norm: float) -> None:
             check_finite(loss, grad_norm, self.iteration + 1, self.consumed_samples, samples)
+            if self.meter is not None:
+                self.meter.mark("optimizer")
 
         result = train_step(self.model, self.optimizer, batches, self.settings, self.device, self.dtype, check)
+        if self.meter is not None:
+            self.meter.finish_step()
         if result.backend.name != self.attention_backend and dist.get_rank() == 0:
             print(f"{'attention':10} {result.backend.reason}", flush=True)
         self.attention_backend = result.backend.name
@@ -166,12 +176,12 @@ class TrainingRun:
 
     def _record(self, result: StepResult, rate: float, seconds: float) -> StepRecord:
         tokens = self.args.global_batch_size * self.args.seq_length
-        cuda = self.device.type == "cuda"
+        phases = None if self.meter is None else {name: phase.peak for name, phase in self.meter.last_step.items()}
         return StepRecord.measured(
             step=self.iteration, loss=result.loss, grad_norm=result.grad_norm, lr=rate, tokens=tokens,
             valid_tokens=result.valid_tokens, step_time_s=seconds, world_size=dist.get_world_size(),
             model_flops=model_flops_per_step(self.config, tokens, result.attention_pairs), peak=device_peak_flops(self.device),
-            peak_memory_bytes=torch.cuda.max_memory_allocated(self.device) if cuda else None,
+            peak_memory_bytes=None if phases is None else max(phases.values()), phase_memory_bytes=phases,
         )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def convention_text(peak: float | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. The fields are the keys of the JSON lines."""
+    """One optimizer step. The fields but the last are the keys of the JSON lines."""
 
     step: int  # optimizer updates done, this one included: 1 is the first
     loss: float  # mean over the unmasked tokens of the global batch, nats
@@ -97,6 +97,7 @@ class StepRecord:
     tflops_per_gpu: float
     mfu: float | None  # share of the device's peak, 0..1; None on a device without a known one
     peak_memory_gib: float | None  # allocated on this rank's device; None on a CPU
+    phase_memory_gib: dict[str, float] | None = None  # the same by phase of the step; see memory_phases
 
     @classmethod
     def measured(
@@ -113,9 +114,11 @@ class StepRecord:
         world_size: int,
         peak: float | None,
         peak_memory_bytes: int | None,
+        phase_memory_bytes: dict[str, int] | None = None,
     ) -> "StepRecord":
         """From what the loop measures; `tokens` and `model_flops` are sums over the whole job, `peak` is one device's."""
         flops_per_gpu = model_flops / step_time_s / world_size
+        phases = None if phase_memory_bytes is None else {name: bytes_ / GIB for name, bytes_ in phase_memory_bytes.items()}
         return cls(
             step=step,
             loss=loss,
@@ -128,10 +131,12 @@ class StepRecord:
             tflops_per_gpu=flops_per_gpu / 1e12,
             mfu=None if peak is None else flops_per_gpu / peak,
             peak_memory_gib=None if peak_memory_bytes is None else peak_memory_bytes / GIB,
+            phase_memory_gib=phases,
         )
 
     def to_json(self) -> str:
-        return json_line(dataclasses.asdict(self))
+        """All but the phases, which are for TensorBoard."""
+        return json_line({name: value for name, value in dataclasses.asdict(self).items() if name != "phase_memory_gib"})
 
 
 def json_line(values: dict) -> str:
@@ -197,8 +202,10 @@ class MetricsLogger:
         if self._tensorboard is not None:
             with self._giving_up_tensorboard(record.step):
                 for name, value in dataclasses.asdict(record).items():
-                    if name != "step" and value is not None:
-                        self._tensorboard.add_scalar(name, value, record.step)
+                    values = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+                    for tag, number in values.items():
+                        if tag != "step" and number is not None:
+                            self._tensorboard.add_scalar(tag, number, record.step)
         if self._jsonl is not None:
             with self._giving_up_jsonl(record.step):
                 self._jsonl.write(record.to_json() + "\n")

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -62,6 +63,12 @@ def test_what_was_there_before_does_not_count():
         assert counter.live_bytes() == 4096
         del double, block, pool
         assert counter.live_bytes() == 0
+
+
+def test_fake_tensors_have_shapes_and_no_memory():
+    with AllocationCounter() as counter, FakeTensorMode():
+        floats(8) + 1
+    assert counter.peak_bytes() == 0
 
 
 @pytest.mark.parametrize("resize", [lambda x, n: x.untyped_storage().resize_(n), lambda x, n: x.resize_(n // 4)])

@@ -267,5 +267,14 @@ def test_tensorboard_shows_every_step_once_after_a_resume(tmp_path):
     assert events.Scalars("peak_memory_gib")[0].value == 1.5
 
 
+def test_tensorboard_shows_the_memory_of_each_phase(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with MetricsLogger(1, tensorboard_dir=str(tmp_path), stream=io.StringIO()) as logger:
+        logger.log(record(1, phase_memory_bytes={"head": 2**30, "layer backward": 3 * 2**30}))
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [events.Scalars(f"phase_memory_gib/{phase}")[0].value for phase in ("head", "layer backward")] == [1.0, 3.0]
+
+
 def test_docstring_examples_are_true():
     assert doctest.testmod(megacp.training.metrics).failed == 0

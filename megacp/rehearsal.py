@@ -1,0 +1,186 @@
+"""One rank of a job of many GPUs, on one device: what it would need of memory, and where its time goes.
+
+    python pretrain_llama.py --rehearse-world-size 8 --model llama3-8b --context-parallel-size 8 --seq-length 10485760 \\
+        --activation-memory lean --rehearse-attention stub --attention-mask causal --mock-data
+
+    rehearsal  rank 0 of 8, 1,310,720 tokens a rank; u, one [T, d] in bfloat16, is 10.000 GiB; attention stub-fa4
+    states     7.48 GiB weights and moments, 3.74 GiB gradients (fp32, this rank's shards); kept on the host … GiB
+    phase             peak GiB   above states GiB       u
+    layer backward       …
+
+The code is that of training: same layers, same FSDP, same store, states sharded as for the whole job. Only the collectives are fake:
+every buffer is allocated and filled, from this rank's own data, so numbers stay finite but mean nothing, and an all-to-all takes as
+long as a copy. With `stub` attention nothing is computed there either, but its memory is taken. On a CPU allocations are counted.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megacp.checkpointing.random_state import seed_random_state
+from megacp.context_parallel.head_schedule import HeadSchedule
+from megacp.memory.counting import AllocationCounter
+from megacp.memory.estimate import GIB
+from megacp.memory.policy import DISK, GPU, HOST
+from megacp.memory.store import KEPT, planned_bytes
+from megacp.model.config import ModelConfig
+from megacp.model.llama import Llama
+from megacp.parallel_state import ParallelLayout
+from megacp.training.fake_collectives import filled_collectives
+from megacp.training.loop import TrainingRun
+from megacp.training.memory_phases import CudaGauge, Gauge, PhaseMemory, PhaseMeter
+from megacp.training.metrics import StepRecord
+from megacp.training.optimizer import build_optimizer
+from megacp.training.part_times import PartTimer
+from megacp.training.sharding import allocate_weights
+from megacp.training.step import StepSettings, step_settings
+from megacp.training.training_data import TrainingData
+
+
+@dataclasses.dataclass(frozen=True)
+class RehearsalReport:
+    """Bytes on this rank, seconds of its last step. `states` holds weights and moments; gradients come in during the backward."""
+
+    world_size: int
+    rank: int
+    device: str
+    dtype: str
+    attention: str
+    tokens_per_rank: int
+    u: int  # bytes of one [T, d] in the compute dtype
+    states: int  # alive before the step
+    gradients: int
+    phases: dict[str, PhaseMemory]
+    layer_weight_gradients: int  # fp32, of one layer, whole
+    layer_forward: int  # of one layer, its input counted
+    layer_backward: int  # of one layer, without the weight gradients; the gradient it is given and what it kept counted
+    reserved: int | None  # by the GPU's allocator, at the most; None on a CPU
+    host: int
+    disk: int
+    step_seconds: float
+    part_seconds: dict[str, float]
+    tokens_per_s_per_gpu: float
+
+    @property
+    def peak(self) -> int:
+        return max(phase.peak for phase in self.phases.values())
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self) | {"peak": self.peak}, indent=2) + "\n"
+
+    def table(self) -> str:
+        """For a person."""
+        lines = [
+            f"{'rehearsal':10} rank {self.rank} of {self.world_size}, {self.tokens_per_rank:,} tokens a rank; u, one [T, d] in "
+            f"{self.dtype}, is {_gib(self.u)}; attention {self.attention}; {self.device}",
+            f"{'states':10} {_gib(self.states)} weights and moments, {_gib(self.gradients)} gradients (this rank's shards)",
+            f"{'elsewhere':10} {_gib(self.host)} of host memory, {_gib(self.disk)} of disk for activations",
+            "",
+            f"{'memory':16}{'peak GiB':>10}{'above states GiB':>18}{'u':>9}",
+        ]
+        for name, phase in self.phases.items():
+            above = phase.peak - self.states
+            lines.append(f"{name:16}{phase.peak / GIB:10.3f}{above / GIB:18.3f}{above / self.u:9.2f}")
+        reserved = "" if self.reserved is None else f"; the allocator held {_gib(self.reserved)}"
+        lines += [
+            f"{'most':16}{self.peak / GIB:10.3f}{reserved}",
+            f"one layer alone: forward {self.layer_forward / self.u:.2f} u, backward {self.layer_backward / self.u:.2f} u and "
+            f"{_gib(self.layer_weight_gradients)} of fp32 weight gradients",
+            "",
+            f"{'time':16}{'seconds':>10}{'share':>8}   last step; collectives are local copies",
+        ]
+        rest = self.step_seconds - sum(self.part_seconds.values())
+        for name, seconds in (self.part_seconds | {"other": rest, "step": self.step_seconds}).items():
+            lines.append(f"{name:16}{seconds:10.3f}{seconds / self.step_seconds:8.1%}")
+        lines.append(f"{self.tokens_per_s_per_gpu:,.1f} tokens/s/GPU" + (", without attention" if "stub" in self.attention else ""))
+        return "\n".join(lines)
+
+
+def rehearse(
+    args: argparse.Namespace, config: ModelConfig, layout: ParallelLayout, schedule: HeadSchedule, model: Llama,
+    device: torch.device, dtype: torch.dtype, data: TrainingData,
+) -> RehearsalReport:  # fmt: skip
+    """Runs --train-iters steps of rank --rehearse-rank. `model` is sharded and has no memory yet; the groups are fake."""
+    settings = step_settings(args, config, layout, schedule, device, dtype)  # host memory: taken before anything is counted
+    if args.rehearse_attention == "stub":
+        stub = "stub" if args.attention_backend == "auto" else f"stub-{args.attention_backend}"
+        settings = dataclasses.replace(settings, attention_backend=stub)
+    with filled_collectives(), _gauge(device) as gauge:
+        seed_random_state(args.seed, 0, args.rehearse_rank)
+        allocate_weights(model, device, args.seed)
+        optimizer = build_optimizer(
+            model, lr=args.lr, weight_decay=args.weight_decay, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps
+        )
+        meter = PhaseMeter(model, gauge)
+        run = TrainingRun(args, config, settings, model, optimizer, data.train, data.eod, device, dtype, meter=meter)
+        with PartTimer(device, optimizer) as timer:
+            journal = _Journal(timer, args.train_iters)
+            run.train(journal)
+    report = _report(args, config, layout, settings, model, dtype, run, meter, journal)
+    if args.rehearse_json:
+        Path(args.rehearse_json).write_text(report.to_json(), encoding="utf-8")
+    return report
+
+
+class _Journal:
+    """What the training loop logs to: a line a step, and the last step's figures."""
+
+    def __init__(self, timer: PartTimer, steps: int):
+        self._timer, self._steps = timer, steps
+
+    def log(self, record: StepRecord) -> None:
+        self.record, self.part_seconds = record, self._timer.take()
+        print(f"step {record.step}/{self._steps} | {record.step_time_s:8.3f} s | peak {record.peak_memory_gib:8.3f} GiB", flush=True)
+
+
+@contextlib.contextmanager
+def _gauge(device: torch.device) -> Iterator[Gauge]:
+    if device.type == "cuda":
+        yield CudaGauge(device)
+    else:
+        with AllocationCounter() as counter:
+            yield counter
+
+
+def _report(
+    args: argparse.Namespace, config: ModelConfig, layout: ParallelLayout, settings: StepSettings, model: Llama, dtype: torch.dtype,
+    run: TrainingRun, meter: PhaseMeter, journal: _Journal,
+) -> RehearsalReport:  # fmt: skip
+    geometry, plans = settings.store.geometry, settings.store.plans
+    unit = geometry.tokens * config.hidden_size * dtype.itemsize
+    shards = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in model.parameters())
+    weight_gradients = 4 * config.layer_parameters()
+    kept = max(sum(geometry.bytes_of(name) for name in KEPT if getattr(plan, name) == GPU) for plan in plans)
+    phases = meter.last_step
+    cuda = run.device.type == "cuda"
+    return RehearsalReport(
+        world_size=layout.world_size,
+        rank=args.rehearse_rank,
+        device=torch.cuda.get_device_name(run.device) if cuda else "cpu",
+        dtype=str(dtype).removeprefix("torch."),
+        attention=run.attention_backend,
+        tokens_per_rank=geometry.tokens,
+        u=unit,
+        states=meter.start_bytes,
+        gradients=sum(4 * shard.numel() for shard in shards),
+        phases=phases,
+        layer_weight_gradients=weight_gradients,
+        layer_forward=phases["layer forward"].added + unit,
+        layer_backward=phases["layer backward"].added + unit + kept - weight_gradients,
+        reserved=torch.cuda.max_memory_reserved(run.device) if cuda else None,
+        host=planned_bytes(plans, geometry, HOST),
+        disk=planned_bytes(plans, geometry, DISK),
+        step_seconds=journal.record.step_time_s,
+        part_seconds=journal.part_seconds,
+        tokens_per_s_per_gpu=journal.record.tokens_per_s_per_gpu,
+    )
+
+
+def _gib(bytes_: int) -> str:
+    return f"{bytes_ / GIB:.3f} GiB"

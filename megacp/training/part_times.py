@@ -1,0 +1,82 @@
+"""Seconds of a step by part: projections, all-to-all, attention, MLP, output head, optimizer.
+
+    with PartTimer(device, optimizer) as timer:
+        train_step(...)
+        timer.take()                # {"projections": 1.2, "all-to-all": 0.3, ...}; counts anew from here
+
+While the block runs, the functions named in `PARTS` are replaced by timed ones: training code carries no clocks. CUDA events measure on
+a GPU, the wall clock on a CPU. Parts do not contain each other; what no part has is copies of heads, the output projection,
+gathering and reducing weights, and waiting.
+"""
+
+import time
+from collections import defaultdict
+
+import torch
+
+from megacp.context_parallel import engine
+from megacp.model import decoder_layer
+from megacp.model.attention_projections import AttentionProjections
+from megacp.model.output_head import OutputHead
+from megacp.training import step
+
+PARTS = {
+    "projections": [(AttentionProjections, name) for name in ("pack_q", "pack_kv", "unpack_dq", "unpack_dkv")],
+    "all-to-all": [(engine, "all_to_all")],
+    "attention": [(engine, "attention_forward"), (engine, "attention_backward")],
+    "mlp": [(decoder_layer, "_mlp_forward"), (decoder_layer, "_mlp_backward_")],
+    "head": [(OutputHead, "forward")],
+    "optimizer": [(step, "clip_grad_norm")],
+}
+
+
+class PartTimer:
+    """A context manager; `optimizer` is the one whose `step` counts."""
+
+    def __init__(self, device: torch.device, optimizer: torch.optim.Optimizer):
+        self._cuda = device.type == "cuda"
+        self._targets = [(part, *target) for part, targets in PARTS.items() for target in targets]
+        self._targets.append(("optimizer", optimizer, "step"))
+        self._spans: dict[str, list[tuple]] = defaultdict(list)
+        self._replaced: list[tuple[object, str, object, bool]] = []
+
+    def __enter__(self) -> "PartTimer":
+        for part, owner, name in self._targets:
+            original = getattr(owner, name)
+            self._replaced.append((owner, name, original, name in vars(owner)))
+            setattr(owner, name, self._timed(part, original))
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for owner, name, original, its_own in self._replaced:
+            if its_own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
+
+    def take(self) -> dict[str, float]:
+        """Seconds by part since the last call. Waits for the GPU."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        seconds = {part: sum(self._seconds(*span) for span in self._spans[part]) for part in PARTS}
+        self._spans.clear()
+        return seconds
+
+    def _timed(self, part: str, original):
+        def timed(*args, **kwargs):
+            start = self._now()
+            result = original(*args, **kwargs)
+            self._spans[part].append((start, self._now()))
+            return result
+
+        return timed
+
+    def _now(self):
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _seconds(self, start, stop) -> float:
+        return start.elapsed_time(stop) / 1000 if self._cuda else stop - start
