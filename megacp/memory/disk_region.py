@@ -106,7 +106,6 @@ class DiskPool:
     @contextmanager
     def _reporting(self, future: Future) -> Iterator[None]:
         try:
-            self.check()
             yield
         except BaseException as error:
             self._failure = self._failure or error
@@ -137,7 +136,7 @@ class DiskRegion:
         self._pool.check()
         after = copies.now()
         chunks = self._blocks[key]
-        parts = tensor.detach().view(-1).view(torch.uint8).split(self._pool.chunk)
+        parts = tensor.view(-1).view(torch.uint8).split(self._pool.chunk)
         futures = [start(chunk, part, after) for chunk, part in zip(chunks, parts, strict=True)]
 
         def wait() -> None:
@@ -189,7 +188,6 @@ class _Slots:
             self._free.put(slot)
 
 
-@torch.no_grad()  # grad mode is a thread's own
 def _copy(stream, destination: Tensor, source: Tensor, after: Event | None) -> Event | None:
     """Copies after `after`, on `stream` if there is one; returns the copy's end, at which a thread can wait without spinning."""
     if stream is None:

@@ -107,7 +107,7 @@ def test_nobody_waits_for_the_disk_before_he_must_and_staged_memory_is_free(tmp_
 
 
 def test_whole_pages_pass_by_the_page_cache_where_the_file_system_can(tmp_path, monkeypatch):
-    """Both kinds of descriptor are used for what they can do."""
+    """Everything else, the rest of a short transfer too, goes through it: direct I/O would refuse it."""
     pool = make_pool(tmp_path)
     if not pool.file.bypasses_page_cache:
         pytest.skip("no direct I/O on this file system")
@@ -116,12 +116,12 @@ def test_whole_pages_pass_by_the_page_cache_where_the_file_system_can(tmp_path, 
     def spy(fd, data, position):
         flags = int(Path(f"/proc/self/fdinfo/{fd}").read_text().split("flags:")[1].split()[0], 8)
         direct.append(bool(flags & os.O_DIRECT))
-        return len(data)
+        return min(len(data), 2 * PAGE)
 
     monkeypatch.setattr(os, "pwrite", spy)
-    for position, length in ((PAGE, PAGE), (PAGE, 100), (100, PAGE)):
+    for position, length in ((PAGE, 2 * PAGE), (PAGE, 100), (100, PAGE), (PAGE, 4 * PAGE)):
         pool.file.write(position, memoryview(bytearray(length)))
-    assert direct == [True, False, False]
+    assert direct == [True, False, False, True, False]
 
 
 def test_a_file_system_without_direct_io_serves_too(tmp_path, monkeypatch):
@@ -167,6 +167,7 @@ def test_a_failed_write_is_raised_by_whatever_comes_next(tmp_path, monkeypatch, 
     region = pool.take(MiB)
     monkeypatch.setattr(os, "pwrite", fails(number))
     source = torch.arange(CHUNK, dtype=torch.int32)
+    earlier = region.write("earlier", 4 * CHUNK, source, COPIES)
     deadline = time.monotonic() + 5
     with pytest.raises(
         DiskError, match=rf"^--disk-offload-dir {tmp_path}: writing bytes [\d,]+ to [\d,]+ of .*: .*{os.strerror(number)}"
@@ -175,6 +176,8 @@ def test_a_failed_write_is_raised_by_whatever_comes_next(tmp_path, monkeypatch, 
             region.write("x", 0, source, COPIES).wait()
     with pytest.raises(DiskError, match="writing"):
         read_back(region)
+    with pytest.raises(DiskError, match="writing"):
+        earlier.wait()
     with pytest.raises(DiskError, match="writing"):  # in any region of the pool
         pool.take(8).write("y", 0, torch.zeros(8), COPIES)
 
@@ -252,6 +255,25 @@ def test_a_disk_without_room_is_refused_at_the_start_with_both_sizes():
     assert os.strerror(errno.ENOSPC) in str(error.value)
     after = os.statvfs("/dev/shm")
     assert after.f_bfree >= status.f_bfree - 2**28 // status.f_frsize, "the refused room is still taken"
+
+
+def test_room_taken_before_the_disk_was_full_is_given_back_and_counted_as_free(tmp_path, monkeypatch):
+    allocate, free = os.posix_fallocate, os.statvfs
+    fds = []
+
+    def half(fd, first, length):
+        fds.append(fd)
+        allocate(fd, first, length // 2)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def count(directory):
+        assert os.fstat(fds[0]).st_blocks == 0
+        return free(directory)
+
+    monkeypatch.setattr(os, "posix_fallocate", half)
+    monkeypatch.setattr(os, "statvfs", count)
+    with pytest.raises(ValueError, match="cannot hold"):
+        make_pool(tmp_path)
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path):
