@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from megacp.data.indexed_dataset import DatasetError
 
-PIECE_CHARS = 100_000  # characters; pieces of this size are the fastest for `tokenizers`
+PIECE_CHARS = 100_000  # characters; longer pieces are no faster and take more memory
 STRETCH_CHARS = 2_000_000  # the longest way to a cut: `tokenizers` needs about 150 bytes of memory a character
 SPACE = "\u2581"  # how SentencePiece writes a space
 

@@ -5,6 +5,7 @@ how a SentencePiece model looks as a tokenizer.json (Llama 2, Mistral, Gemma). O
 """
 
 import json
+import os
 from pathlib import Path
 
 from tokenizers import Tokenizer as TokenizerJson
@@ -26,6 +27,7 @@ class HuggingFaceTokenizer(Tokenizer):
     type = "HuggingFace"
 
     def __init__(self, path: Path):
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the library starts a thread a CPU in every worker otherwise
         try:
             self._model = TokenizerJson.from_file(str(path))
         except Exception as error:  # the library raises bare Exception

@@ -5,17 +5,19 @@ The kills are real SIGKILLs of a forked process: at every operation that brings 
 
 import functools
 import gzip
+import io
 import json
 import multiprocessing
 import os
 import random
 import signal
+import sys
 import time
 
 import pytest
 
 from megacp.data import document_tasks
-from megacp.data.indexed_dataset import DatasetError
+from megacp.data.indexed_dataset import DatasetError, IndexedDataset
 from megacp.data.partial_dataset import PartialDataset
 from tools import preprocess_data
 
@@ -195,6 +197,42 @@ class TestGoingOn:
     def test_leaving_the_damaged_line_out(self, interrupted):
         interrupted.run("--workers", "1", "--errors", "skip")
         assert "1 skipped documents left out" in interrupted.capsys.readouterr().out
+
+    def test_standard_input_is_piped_again(self, interrupted, monkeypatch):
+        """What was done of it is skipped, and must be what it was."""
+        lines = b"".join(b'{"text": "line %d"}\n' % i for i in range(100))
+        prefix = str(interrupted.folder / "piped")
+
+        def pipe(data):
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+            preprocess_data.main(["--input", "-", "--output-prefix", prefix, "--tokenizer-type", "Byte", "--workers", "1"])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(document_tasks, "TASK_BYTES", 200)
+            with pytest.raises(SystemExit):
+                pipe(lines + b"damaged")
+        with pytest.raises(SystemExit):
+            pipe(lines.replace(b"line 3", b"line 4") + lines)
+        assert "-: its first " in interrupted.capsys.readouterr().err
+        pipe(lines + lines)
+        assert IndexedDataset(prefix).num_documents == 200
+
+    def test_after_ctrl_c(self, interrupted, monkeypatch):
+        mend(interrupted)
+        decode = document_tasks.decode
+
+        def pressed(raw, *args):
+            if raw.name.endswith(":101"):
+                raise KeyboardInterrupt
+            return decode(raw, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(document_tasks, "decode", pressed)
+            with pytest.raises(SystemExit) as stopped:
+                interrupted.run("--workers", "1")
+        assert stopped.value.code == 130 and "interrupted\nWhat is done is in" in interrupted.capsys.readouterr().err
+        interrupted.run("--workers", "1")
+        assert IndexedDataset(interrupted.folder / "x").num_documents == 102
 
     def test_not_with_other_options(self, interrupted):
         interrupted.refused("x.partial was begun with append_eod False, now it is True; take the same options", "--append-eod")
