@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megacp.context_parallel.all_to_all import all_to_all
+from megacp.context_parallel.all_to_all import Loopback, all_to_all
 from megacp.context_parallel.head_schedule import HeadSchedule, Stage
 from megacp.kernels.attention import Documents, attention_backward, attention_forward
 from megacp.kernels.precision import compute_dtype
@@ -33,6 +33,7 @@ class StageShelf(Protocol):
     def put(self, stage: int, start: int, stop: int, x_CtnD: torch.Tensor) -> None: ...
     def fetch(self, stage: int, start: int, stop: int): ...  # an object whose wait() gives the tensor
     def release(self, stage: int) -> None: ...
+    def flush(self) -> None: ...  # what was put is on the shelf
 
 
 class BlockShelf(Protocol):
@@ -50,7 +51,7 @@ class AttentionSettings:
     """
 
     schedule: HeadSchedule
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | Loopback | None
     documents: Documents
     scale: float
     backend: str
@@ -96,7 +97,7 @@ def stages_forward(
             held_kv[stage.index] = _exchange_kv(settings, pack_kv(stage))
         lse_parts = []
         for start, stop in settings.chunks:
-            q_XnD = _exchange_to_heads(settings, pack_q(stage, start, stop))
+            q_XnD = _exchange_to_heads(settings, _settled(outputs, pack_q(stage, start, stop)))
             o_XnD, lse_nX = _attend(settings, stage, settings.runs_of(start, stop), q_XnD, held_kv)
             del q_XnD
             outputs.put(stage.index, start, stop, _exchange_to_tokens(settings, o_XnD))
@@ -192,8 +193,15 @@ def _attend_backward(settings, stage, runs, do_XnD, q_XnD, o_XnD, lse_nX, held_k
                 kv_grads[heads.arrival] = tuple(torch.zeros_like(x, dtype=dtype) for x in (k_SmD, v_SmD))
             for total_SmD, part in zip(kv_grads[heads.arrival], (dk, dv)):
                 _heads(total_SmD, heads.kv_start, heads.kv_count)[origin:last] += part
+            del dk, dv, part  # before the next call makes its own
         dq_runs.append(_cat(dq_heads, dim=1))
     return _cat(dq_runs, dim=0)
+
+
+def _settled(outputs, packed):
+    """`packed`, once the output put before is on its shelf: its copy ran under the packing, and its memory serves the exchange."""
+    outputs.flush()
+    return packed
 
 
 def _heads(x_SnD, start, count):

@@ -19,7 +19,8 @@ def rms_norm(x_Td: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of x (any leading dimensions) and scale it by the weight; the dtype is that of x."""
     _check_weight(x_Td, weight_d)
     x = x_Td.to(compute_dtype(x_Td.dtype))
-    return (x * _reciprocal_rms(x, eps)).mul_(weight_d).to(x_Td.dtype)
+    normed = x * _reciprocal_rms(x_Td, eps) if x is x_Td else x.mul_(_reciprocal_rms(x_Td, eps))
+    return normed.mul_(weight_d).to(x_Td.dtype)
 
 
 def rms_norm_backward(dy_Td: Tensor, x_Td: Tensor, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -30,7 +31,7 @@ def rms_norm_backward(dy_Td: Tensor, x_Td: Tensor, weight_d: Tensor, eps: float)
     _check_weight(x_Td, weight_d)
     dtype = compute_dtype(x_Td.dtype)
     x, dy = x_Td.to(dtype), dy_Td.to(dtype)
-    r = _reciprocal_rms(x, eps)
+    r = _reciprocal_rms(x_Td, eps)
     normed = x * r
     product = dy * normed
     dweight_d = product.flatten(0, -2).sum(0) if product.dim() > 1 else product.clone()
@@ -40,7 +41,9 @@ def rms_norm_backward(dy_Td: Tensor, x_Td: Tensor, weight_d: Tensor, eps: float)
 
 
 def _reciprocal_rms(x: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
+    """In the compute dtype, without a copy of x in it."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=compute_dtype(x.dtype))
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 def _check_weight(x: Tensor, weight: Tensor) -> None:

@@ -1,35 +1,52 @@
-"""The gated activation of the MLP and its explicit backward (Shazeer, arXiv 2002.05202: SwiGLU).
+"""The gated activation of the MLP and its explicit backward, in place (Shazeer, arXiv 2002.05202: SwiGLU).
 
     z = silu(gate) * up,   silu(a) = a * sigmoid(a)
 
-Worked example: gate_tF = [[0, 2]], up_tF = [[5, 3]] give z_tF = [[0, 5.2848]].
+Worked example: gate_tF = [[0, 2]], up_tF = [[5, 3]] give z_tF = [[0, 5.2848]], which stands in `gate_tF` afterwards.
 
-Arithmetic is fp32 (float64 for float64 inputs), each result is rounded once to the dtype of `gate`. Forward holds one fp32
-buffer of [t, F], backward three: t is a tile of tokens, never the whole rank.
+Arithmetic is fp32 (float64 for float64 inputs), each result is rounded once to the dtype of `gate`. Tensors as wide as the MLP are
+the largest of a layer's tile, so results take the place of what they were made from, and fp32 buffers are of at most
+`BUFFER_ELEMENTS` elements (64 MiB each).
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from megacp.kernels.precision import compute_dtype
 
-
-def swiglu(gate_tF: Tensor, up_tF: Tensor) -> Tensor:
-    """silu(gate) * up in the dtype of gate."""
-    activation = torch.sigmoid(gate_tF.to(compute_dtype(gate_tF.dtype)))
-    return activation.mul_(gate_tF).mul_(up_tF).to(gate_tF.dtype)
+BUFFER_ELEMENTS = 2**24
 
 
-def swiglu_backward(dz_tF: Tensor, gate_tF: Tensor, up_tF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(dgate_tF, dup_tF, z_tF): the gradients, and z again for the weight gradient of the down projection.
+def swiglu_(gate_tF: Tensor, up_tF: Tensor) -> Tensor:
+    """silu(gate) * up, in the place of `gate`, which is returned."""
+    for rows in _rows(gate_tF):
+        gate = gate_tF[rows]
+        activation = torch.sigmoid(gate.to(compute_dtype(gate.dtype)))
+        gate.copy_(activation.mul_(gate).mul_(up_tF[rows]))
+    return gate_tF
+
+
+def swiglu_backward_(dz_tF: Tensor, gate_tF: Tensor, up_tF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(dgate_tF, dup_tF, z_tF) in the places of gate, up and dz: the gradients, and z again for the weight gradient of the down projection.
 
     silu'(a) = sigmoid(a) + silu(a) * (1 - sigmoid(a)).
     """
-    dtype = gate_tF.dtype
-    sigmoid = torch.sigmoid(gate_tF.to(compute_dtype(dtype)))
-    activation = sigmoid * gate_tF
-    z_tF = (activation * up_tF).to(dtype)
-    dup_tF = (activation * dz_tF).to(dtype)
-    slope = activation.mul_(1 - sigmoid).add_(sigmoid)
-    dgate_tF = slope.mul_(up_tF).mul_(dz_tF).to(dtype)
-    return dgate_tF, dup_tF, z_tF
+    for rows in _rows(gate_tF):
+        dz, gate, up = dz_tF[rows], gate_tF[rows], up_tF[rows]
+        sigmoid = torch.sigmoid(gate.to(compute_dtype(gate.dtype)))
+        activation = sigmoid * gate
+        z = (activation * up).to(gate.dtype)
+        dup = (activation * dz).to(gate.dtype)
+        slope = activation.mul_(1 - sigmoid).add_(sigmoid)
+        gate.copy_(slope.mul_(up).mul_(dz))
+        up.copy_(dup)
+        dz.copy_(z)
+    return gate_tF, up_tF, dz_tF
+
+
+def _rows(x_tF: Tensor) -> Iterator[slice]:
+    """Runs of rows of at most BUFFER_ELEMENTS elements, or of one row."""
+    rows = max(1, BUFFER_ELEMENTS // x_tF.shape[-1])
+    return (slice(start, start + rows) for start in range(0, len(x_tF), rows))

@@ -20,7 +20,7 @@ def accumulate_weight_gradient(total_oi: Tensor, dy_to: Tensor, x_ti: Tensor) ->
     dtype = compute_dtype(x_ti.dtype)
     if x_ti.dtype == dtype:
         product_oi = dy_to.t() @ x_ti
-    elif x_ti.is_cuda:
+    elif x_ti.device.type != "cpu":
         product_oi = torch.mm(dy_to.t(), x_ti, out_dtype=dtype)
     else:
         product_oi = dy_to.t().to(dtype) @ x_ti.to(dtype)

@@ -109,7 +109,8 @@ class ActivationStore:
     def __init__(self, plans: list[LayerPlan], geometry: Geometry, device: torch.device, disk_directory: str | None = None):
         self.plans, self.geometry = plans, geometry
         self.copies = Copies(device)
-        host = HostPool(planned_bytes(plans, geometry, HOST), pinned=device.type == "cuda")
+        host_device = "meta" if device.type == "meta" else "cpu"
+        host = HostPool(planned_bytes(plans, geometry, HOST), pinned=device.type == "cuda", device=host_device)
         pools: dict[str, HostPool | DiskPool] = {HOST: host}
         if uses_disk(plans):
             if disk_directory is None:
@@ -126,6 +127,7 @@ class ActivationStore:
         self._scratch = {
             name: host.take(geometry.bytes_of(name)) for name in SCRATCH if any(getattr(plan, name) == HOST for plan in plans)
         }
+        self._like_CTnD = torch.empty(geometry.stage_shape, dtype=geometry.dtype, device="meta")  # the shape of a stage
         self._forwards = [0] * len(plans)
 
     def keep(self, layer: int, h_Td: Tensor) -> "KeptActivations":
@@ -150,11 +152,9 @@ class ActivationStore:
 
     def stages(self, region) -> DeviceStages | RegionStages:
         g = self.geometry
-
-        like_CTnD = torch.empty(g.stage_shape, dtype=g.dtype, device="meta")
         if region is None:
-            return DeviceStages(g.num_stages, like_CTnD, self.copies.device)
-        return RegionStages(region, g.num_stages, like_CTnD, g.tiles, self.copies)
+            return DeviceStages(g.num_stages, self._like_CTnD, self.copies.device)
+        return RegionStages(region, g.num_stages, self._like_CTnD, g.tiles, self.copies)
 
     def log_sum_exps(self, region) -> DeviceBlocks | RegionBlocks:
         g = self.geometry

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megacp.context_parallel.engine import stages_backward, stages_forward
 from megacp.kernels.precision import compute_dtype
 from megacp.kernels.rms_norm import rms_norm, rms_norm_backward
-from megacp.kernels.swiglu import swiglu, swiglu_backward
+from megacp.kernels.swiglu import swiglu_, swiglu_backward_
 from megacp.kernels.weight_gradient import accumulate_weight_gradient
 from megacp.memory.host_region import Pending
 from megacp.memory.policy import GPU, RECOMPUTE
@@ -112,7 +112,8 @@ class _DecoderLayerFunction(torch.autograd.Function):
             if kept.plan.residual_grad != GPU:
                 leaving.append(residual.put(start, stop, g_td))
         del h_td, o_stages, o_to, g_td  # the last tile's views would keep the outputs of all stages
-        output_grads.flush()
+        outputs.rest()
+        output_grads.rest()
         for pending in leaving:
             pending.wait()
 
@@ -133,14 +134,14 @@ class _DecoderLayerFunction(torch.autograd.Function):
 def _mlp_forward(h_mid_td: Tensor, w: LayerWeights, eps: float) -> Tensor:
     """`h_mid + MLP(norm(h_mid))` of one tile."""
     y_td = rms_norm(h_mid_td, w.post_attention_layernorm, eps)
-    z_tF = swiglu(y_td @ w.gate_proj.t(), y_td @ w.up_proj.t())
+    z_tF = swiglu_(y_td @ w.gate_proj.t(), y_td @ w.up_proj.t())
     return h_mid_td.addmm_(z_tF, w.down_proj.t())
 
 
 def _mlp_backward_(g_td: Tensor, h_mid_td: Tensor, w: LayerWeights, grads: LayerWeights, eps: float) -> None:
     """Turns `g_td` from the gradient of the layer's output into that of `h_mid`, in place; adds to the weight gradients."""
     y_td = rms_norm(h_mid_td, w.post_attention_layernorm, eps)
-    dgate_tF, dup_tF, z_tF = swiglu_backward(g_td @ w.down_proj, y_td @ w.gate_proj.t(), y_td @ w.up_proj.t())
+    dgate_tF, dup_tF, z_tF = swiglu_backward_(g_td @ w.down_proj, y_td @ w.gate_proj.t(), y_td @ w.up_proj.t())
     accumulate_weight_gradient(grads.down_proj, g_td, z_tF)
     del z_tF
     accumulate_weight_gradient(grads.gate_proj, dgate_tF, y_td)

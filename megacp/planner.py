@@ -1,0 +1,155 @@
+"""Predicted memory of one rank, from the code that runs: a layer goes forward and backward on the meta device, and is counted.
+
+    job = Job(config, schedule, tokens=131072, sharding_ranks=8, tile_size=8192, loss_tile_size=4096, dtype=torch.bfloat16)
+    prediction = predict(job, [PLANS["lean"]] * 32)
+    prediction.device_bytes, prediction.host_bytes, prediction.parts      # peak; pinned; {"states": …, "buffers": …}
+
+There is no second model of the layer here to fall behind: allocations are those of `megacp.model.decoder_layer`, at their true size,
+with the attention kernel's own workspace from `megacp.kernels.attention.stub` and the exchanges through `Loopback`.
+
+Worked example, Llama3-8B on 8 ranks, 1M tokens, U = 8, tiles of 4,096 (u = 1 GiB): a layer's backward peaks at 7.0 u above its fp32
+weight-gradient sums with everything on the device, its own h and the outputs not yet done (1.75 u) among them; at 4.1 u with `lean`.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from megacp.context_parallel.all_to_all import Loopback
+from megacp.context_parallel.engine import AttentionSettings
+from megacp.context_parallel.head_schedule import HeadSchedule
+from megacp.kernels.attention import Documents
+from megacp.kernels.rotary import inverse_frequencies
+from megacp.memory.counting import AllocationCounter
+from megacp.memory.policy import DISK, HOST, LayerPlan
+from megacp.memory.store import KEPT, ActivationStore, Geometry, planned_bytes
+from megacp.model.config import ModelConfig
+from megacp.model.decoder_layer import DecoderLayer
+from megacp.model.layer_context import LayerContext
+from megacp.model.output_head import OutputHead
+
+STATE_BYTES = 4 + 4 + 8  # per parameter, sharded: fp32 master weight, gradient, AdamW's two moments
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the memory of a rank depends on besides the plans. `tokens` are the rank's; `kernel` is the attention backend."""
+
+    config: ModelConfig
+    schedule: HeadSchedule
+    tokens: int
+    sharding_ranks: int
+    tile_size: int
+    loss_tile_size: int
+    dtype: torch.dtype
+    query_chunk: int | None = None
+    kernel: str = "fa4"
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry.of(self.config, self.schedule, self.tokens, self.tile_size, self.dtype)
+
+    @property
+    def unit(self) -> int:
+        """u: bytes of one `[T, d]` tensor."""
+        return self.tokens * self.config.hidden_size * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LayerPeaks:
+    """Bytes of one layer on the device, above weights. `kept`: between forward and backward; peaks contain it and `h` or its gradient.
+
+    The backward's peak has the layer's fp32 weight-gradient sums in it.
+    """
+
+    forward: int
+    backward: int
+    kept: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Bytes of one rank at its peak, in parts that add up to `device_bytes`."""
+
+    parts: dict[str, int]
+    host_bytes: int
+    disk_bytes: int
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+def predict(job: Job, plans: list[LayerPlan]) -> Prediction:
+    """The peak of a training step whose layer `i` keeps its activations by `plans[i]`.
+
+    It is reached in the backward of a layer, when this and the earlier layers' activations are kept, or in the output head, when all
+    are; or, with few layers, in a forward.
+    """
+    config = job.config
+    layer_bytes, itemsize = config.layer_parameters(), job.dtype.itemsize
+    ends = config.vocab_size * config.hidden_size * (2 if config.untie_embeddings_and_output_weights else 1)
+    peaks = {plan: layer_peaks(job, plan) for plan in set(plans)}
+    kept_before, moments = 0, []
+    for plan in plans:
+        layer = peaks[plan]
+        moments.append((kept_before, layer.forward))
+        moments.append((kept_before + layer.kept, layer.backward - layer.kept))
+        kept_before += layer.kept
+    moments.append((kept_before, head_peak(job)))
+    kept, buffers = max(moments, key=sum)
+    parts = {
+        "states": STATE_BYTES * config.parameter_count() // job.sharding_ranks,
+        # FSDP gathers the next layer while one runs; the ends stay, as its root unit or near their use.
+        "gathered weights": (2 * layer_bytes + ends) * itemsize,
+        # One layer's gradients on their way: as autograd hands them over, and in fp32 for the reduction.
+        "gradient reduction": layer_bytes * (itemsize + 4),
+        "kept activations": kept,
+        "buffers": buffers,
+    }
+    return Prediction(parts, planned_bytes(plans, job.geometry, HOST), planned_bytes(plans, job.geometry, DISK))
+
+
+@lru_cache(maxsize=256)
+def layer_peaks(job: Job, plan: LayerPlan) -> LayerPeaks:
+    """Runs one layer on the meta device and counts. On the device it makes no difference whether the rest is on host or disk."""
+    plan = replace(plan, **{name: HOST for name in KEPT if getattr(plan, name) == DISK})
+    config = job.config
+    layer = DecoderLayer(config, 0, device=META, dtype=job.dtype)
+    ranks = job.schedule.ulysses_degree
+    attention = AttentionSettings(
+        job.schedule, Loopback(ranks) if ranks > 1 else None, Documents((0, ranks * job.tokens)), config.kv_channels**-0.5,
+        f"stub-{job.kernel}", job.query_chunk,
+    )  # fmt: skip
+    context = LayerContext(
+        attention, torch.empty(job.tokens, dtype=torch.int64, device=META),
+        inverse_frequencies(config.kv_channels, config.rotary_base, device=META), 1.0, job.tile_size,
+        ActivationStore([plan], job.geometry, META),
+    )  # fmt: skip
+    with AllocationCounter("meta") as counter:
+        h_Td = torch.empty(job.tokens, config.hidden_size, dtype=job.dtype, device=META, requires_grad=True)
+        out_Td = layer(h_Td, context)
+        forward = counter.peak_bytes()
+        del h_Td
+        residual = job.unit  # the layer's output: the next layer's input, counted there if that keeps it
+        kept = counter.live_bytes() - residual
+        g_Td = torch.empty_like(out_Td)
+        counter.reset_peak()
+        out_Td.backward(g_Td)
+        return LayerPeaks(forward, counter.peak_bytes() - residual, kept)
+
+
+@lru_cache(maxsize=64)
+def head_peak(job: Job) -> int:
+    """Bytes of the output head above weights and kept activations: its input, the gradient of it, a tile, the weight gradient."""
+    config = job.config
+    head = OutputHead(replace(config, untie_embeddings_and_output_weights=True), device=META, dtype=job.dtype)
+    with AllocationCounter("meta") as counter:
+        h_Td = torch.empty(job.tokens, config.hidden_size, dtype=job.dtype, device=META, requires_grad=True)
+        labels_T = torch.empty(job.tokens, dtype=torch.int64, device=META)
+        head(h_Td, labels_T, 1.0, job.loss_tile_size)
+        return counter.peak_bytes()
+
+
