@@ -37,7 +37,7 @@ from megacp.rehearsal import rehearse
 from megacp.training.activation_plans import activation_geometry, activation_plans, check_budgets
 from megacp.training.errors import explain_errors
 from megacp.training.evaluation import Evaluator
-from megacp.training.initialize import collective_timeout, initialize_distributed, launched_rank
+from megacp.training.initialize import check_launch, collective_timeout, initialize_distributed, launched_rank
 from megacp.training.initialize import job_of, launcher_notes, select_device, shut_down_distributed
 from megacp.training.loop import TrainingRun, device_peak_flops
 from megacp.training.memory_phases import memory_history
@@ -64,6 +64,7 @@ def main() -> int:
             check_logs(args)
         data = open_training_data(args, config)
         check_vocab_size(config, data.vocab_size)
+        check_launch(alone=args.dry_run or bool(args.rehearse_world_size))
         resuming = args.load is not None and latest_iteration(args.load) is not None
         pretrained = HuggingFaceWeights(args.load_hf, config) if args.load_hf and not resuming else None
 

@@ -7,8 +7,8 @@ torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Without
 `python pretrain_llama.py …` works.
 """
 
-import math
 import argparse
+import math
 import os
 import socket
 from datetime import timedelta
@@ -18,17 +18,41 @@ import torch.distributed as dist
 
 from megacp.parallel_state import ParallelLayout, destroy_model_parallel, initialize_model_parallel
 
+TASKS_OF_OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # set in a process started by srun, mpirun
 MINIMUM_SECONDS, MAXIMUM_SECONDS = 600.0, 86400.0  # of a collective's time limit
 
 
 def launched_world_size() -> int:
     """Ranks of the job, from WORLD_SIZE; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _whole_number("WORLD_SIZE", 1)
 
 
 def launched_rank() -> int:
     """This process's rank, from RANK; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
+    return _whole_number("RANK", 0)
+
+
+def check_launch(alone: bool) -> None:
+    """Refuses an environment in which ranks would wait for ones that never come, or not know of each other. ValueError.
+
+    `alone`: one process is meant to stand for a rank of a job of any size, as in a dry run.
+    """
+    rank, ranks = launched_rank(), launched_world_size()
+    if ranks < 1 or not 0 <= rank < max(ranks, 1):
+        raise ValueError(f"RANK={rank} with WORLD_SIZE={ranks} in the environment: ranks count from 0 to WORLD_SIZE - 1; torchrun sets both")
+    if alone:
+        return
+    if "RANK" in os.environ:
+        if "WORLD_SIZE" not in os.environ:
+            raise ValueError(f"RANK={rank} is in the environment, but WORLD_SIZE is not; torchrun sets both")
+    else:
+        for variable in ("WORLD_SIZE", *TASKS_OF_OTHER_LAUNCHERS):
+            count = _whole_number(variable, 1)
+            if count > 1:
+                raise ValueError(
+                    f"{variable}={count} in the environment, but no RANK: each process would train alone as rank 0 of 1. "
+                    f"torchrun --nproc-per-node {count} works (one torchrun a node); for one rank on purpose: {variable}=1"
+                )
 
 
 def job_of(args: argparse.Namespace) -> tuple[int, int]:
@@ -47,7 +71,7 @@ def select_device(requested: str) -> torch.device:
     """`auto` takes the GPU of LOCAL_RANK when there is one. Raises ValueError naming --device when it asks for what is not there."""
     # Segments that grow in place do not fragment when steps differ in their documents. Read at the first allocation.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = _whole_number("LOCAL_RANK", 0)
     available = torch.cuda.device_count()
     if requested == "cpu" or (requested == "auto" and not available):
         return torch.device("cpu")
@@ -89,13 +113,21 @@ def shut_down_distributed() -> None:
 
 def launcher_notes(step_seconds: float) -> list[str]:
     """A line for the person when torchrun would kill the ranks in the step that a SIGTERM or Ctrl-C lets them finish and save."""
-    patience = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    patience = _whole_number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)
     if "TORCHELASTIC_RUN_ID" not in os.environ or step_seconds < patience:
         return []
     return [
         f"a step may take {step_seconds:.0f} s, but torchrun kills the ranks {patience} s after SIGTERM or Ctrl-C, before they have saved; "
         f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={math.ceil(3 * step_seconds / 60) * 60} in its environment leaves them time"
     ]
+
+
+def _whole_number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "").strip() or str(default)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{variable}={text} in the environment is not a whole number; torchrun sets it") from None
 
 
 def collective_timeout(minutes: float, step_seconds: float) -> timedelta:

@@ -4,7 +4,9 @@ import re
 
 import pytest
 
-from megacp.training.initialize import launcher_notes
+from megacp.training.initialize import check_launch, launcher_notes, select_device
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
 
 @pytest.fixture
@@ -28,3 +30,57 @@ def test_steps_longer_than_torchrun_waits_are_said_with_a_time_that_works(torchr
 def test_other_launchers_wait_as_they_are_told(torchrun, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert launcher_notes(7200.0) == []
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets these variables and no others of a launcher."""
+
+    def set_to(text):
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for pair in text.split():
+            monkeypatch.setenv(*pair.split("="))
+
+    return set_to
+
+
+@pytest.mark.parametrize(
+    "text, named",
+    [
+        ("WORLD_SIZE=2", "--nproc-per-node 2"),  # would be one rank in a layout for two
+        ("SLURM_STEP_NUM_TASKS=8", "--nproc-per-node 8"),  # eight runs of one rank, saving over each other
+        ("OMPI_COMM_WORLD_SIZE=4", "--nproc-per-node 4"),
+        ("WORLD_SIZE=abc", "WORLD_SIZE=abc"),
+        ("WORLD_SIZE=0", "WORLD_SIZE=0"),
+        ("RANK=2 WORLD_SIZE=2", "RANK=2"),  # would wait for ever
+        ("RANK=0", "WORLD_SIZE is not"),
+    ],
+)
+def test_environments_of_no_launcher_are_refused(environment, text, named):
+    environment(text)
+    with pytest.raises(ValueError) as error:
+        check_launch(alone=False)
+    assert text.split()[0] in str(error.value) and named in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "WORLD_SIZE=1", "SLURM_STEP_NUM_TASKS=1", "RANK=1 WORLD_SIZE=2",
+                                  "RANK=0 WORLD_SIZE=2 SLURM_STEP_NUM_TASKS=2"])  # fmt: skip
+def test_launched_ranks_and_single_processes_pass(environment, text):
+    environment(text)
+    check_launch(alone=False)
+
+
+def test_a_dry_run_stands_for_any_rank_of_any_job(environment):
+    for text in ("WORLD_SIZE=64", "WORLD_SIZE=64 RANK=63", "SLURM_STEP_NUM_TASKS=8"):
+        environment(text)
+        check_launch(alone=True)
+    environment("WORLD_SIZE=64 RANK=64")
+    with pytest.raises(ValueError, match="RANK=64"):
+        check_launch(alone=True)
+
+
+def test_a_local_rank_that_is_no_number(environment):
+    environment("LOCAL_RANK=x")
+    with pytest.raises(ValueError, match="LOCAL_RANK=x"):
+        select_device("auto")
