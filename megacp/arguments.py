@@ -189,7 +189,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    for add in (_add_model, add_rope_flags, _add_parallel, _add_memory, _add_training, _add_schedule, _add_data, _add_evaluation, _add_state, _add_logging, _add_rehearsal):
+    groups = (
+        _add_model, add_rope_flags, _add_parallel, _add_memory, _add_training, _add_schedule, _add_data, _add_evaluation, _add_state,
+        _add_logging, _add_rehearsal,
+    )  # fmt: skip
+    for add in groups:
         add(parser)
     return parser
 

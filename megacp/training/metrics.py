@@ -152,7 +152,7 @@ def evaluation_log(jsonl: str | Path, part: str) -> Path:
 
 
 class MetricsLogger:
-    """Writes each StepRecord and EvaluationRecord to the console, to TensorBoard and to files of JSON lines; the last two when asked.
+    """Writes each StepRecord and EvaluationRecord to the console, and when asked to TensorBoard and to files of JSON lines.
 
     A log that cannot be written any more, because the disk is full, ends with a warning: the run is worth more than its logs.
     One that cannot be begun is refused with a ValueError that names the flag.

@@ -9,9 +9,9 @@ import argparse
 from dataclasses import dataclass
 
 from megacp.data.dataset import MockDataset, SequenceDataset, build_dataset, build_datasets, dataset_prefixes
+from megacp.data.indexed_dataset import DatasetError
 from megacp.data.manifest import check_tokenizer
 from megacp.data.tokenizer import build_tokenizer
-from megacp.data.indexed_dataset import DatasetError
 from megacp.model.config import ModelConfig
 
 

@@ -62,3 +62,11 @@ def test_bfloat16_training_takes_a_fast_backend_and_learns(one_gpu_losses, tmp_p
     assert losses[-1] < losses[0] - 0.2
     # bf16 rounds the weights and activations by 0.2%; over ten steps from the same start the curves stay together.
     assert losses == pytest.approx(one_gpu_losses, rel=0.02)
+
+
+def test_evaluation_leaves_training_as_it_is(one_gpu_losses, tmp_path):
+    flags = f"--fp32 --attention-backend reference --context-parallel-size {GPUS} --global-batch-size {max(4, GPUS)}"
+    losses, output = train(tmp_path, GPUS, f"{flags} --activation-memory lean --eval-interval 5")
+    assert losses == pytest.approx(one_gpu_losses, rel=1e-4)
+    early, late = (float(loss) for loss in re.findall(r"^eval +\d+/10 \| loss +(\S+) \| 0-32K +\S+ \| ", output, re.MULTILINE))
+    assert late < early < losses[0]

@@ -87,7 +87,7 @@ def _expected(family, mask):
     sums = [[0.0, 0] for _ in bounds[1:]]
     for sample in range(8):
         sequence = dataset.tokens(sample, 0, SEQ_LENGTH + 1).tolist()
-        borders, labels = [0], [IGNORED_LABEL if token == EOD else label for token, label in zip(sequence, sequence[1:])]
+        borders, labels = [0], [IGNORED_LABEL if token == EOD else label for token, label in itertools.pairwise(sequence)]
         for place in range(1, SEQ_LENGTH):
             if sequence[place - 1] == EOD != sequence[place]:
                 borders.append(place)
@@ -122,7 +122,8 @@ def test_losses_by_position_are_those_of_the_plain_model_on_every_layout(name, f
 
 def _peak_bytes(rank, world_size, num_layers):
     """The most that an evaluation allocates, beside its sharded weights."""
-    evaluator, *_ = _evaluator(world_size, f"--num-layers {num_layers} --micro-batch-size 4 --activation-memory lean", LopsidedDataset())
+    flags = f"--num-layers {num_layers} --micro-batch-size 4 --activation-memory lean"
+    evaluator, *_ = _evaluator(world_size, flags, LopsidedDataset())
     evaluator.evaluate("valid", 1, lambda: False)
     with AllocationCounter() as counter:
         evaluator.evaluate("valid", 1, lambda: False)
@@ -182,7 +183,8 @@ def _train_interrupted_in_its_evaluation(rank, world_size, flags):
 
 
 def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(data, tmp_path):  # noqa: F811
-    flags = [*MODEL, *data, *HELD_OUT, "--eval-interval", 2, "--train-iters", 9, "--save", tmp_path, "--log-jsonl", tmp_path / "log"]
+    flags = [*MODEL, *data, *HELD_OUT, "--eval-interval", 2, "--train-iters", 9]
+    flags += ["--save", tmp_path, "--log-jsonl", tmp_path / "log"]
     run_distributed(_train_interrupted_in_its_evaluation, 1, [str(flag) for flag in flags])
     assert [r["step"] for r in records(tmp_path / "log")] == [1, 2]
     assert (tmp_path / "iter_0000002").is_dir()
@@ -205,7 +207,8 @@ def test_console_tensorboard_and_json_lines(tmp_path):
     ]
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
-    assert sorted(events.Tags()["scalars"]) == ["eval/loss", "eval/loss_0_32k", "eval/loss_32k_128k", "test/loss", "test/loss_0_32k"]
+    tags = {"eval/loss", "eval/loss_0_32k", "eval/loss_32k_128k", "test/loss", "test/loss_0_32k"}
+    assert set(events.Tags()["scalars"]) == tags
     assert [(e.step, e.value) for e in events.Scalars("eval/loss_32k_128k")] == [(20, 2.25)]
     assert (tmp_path / "log.jsonl").read_text() == "", "a step's object and nothing else"
     (line,) = evaluation_log(tmp_path / "log.jsonl", "valid").read_text().splitlines()

@@ -28,7 +28,9 @@ def test_positions_past_32_bits():
     assert context_lengths((0, 5, 2**33), first=2**32, tokens=2).tolist() == [2**32 - 5, 2**32 - 4]
 
 
-@pytest.mark.parametrize("seq_length, last", [(1, "0-32K"), (32768, "0-32K"), (32769, "32K-128K"), (2**20, "512K-2M"), (2**24, "8M-32M")])
+@pytest.mark.parametrize(
+    "seq_length, last", [(1, "0-32K"), (32768, "0-32K"), (32769, "32K-128K"), (2**20, "512K-2M"), (2**24, "8M-32M")]
+)
 def test_the_last_bucket_is_the_one_that_holds_the_last_token(seq_length, last):
     names = bucket_names(bucket_bounds(seq_length))
     assert names[-1] == last
