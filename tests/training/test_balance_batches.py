@@ -1,6 +1,7 @@
 """--balance-batches in the loop: the ranks get the samples that the sampler deals out, in the step's own set."""
 
 import numpy as np
+import torch
 
 from megacp import parallel_state
 from megacp.arguments import parse_args, validate_args
@@ -35,7 +36,8 @@ def samples_of_a_step(rank, world_size, flags):
     class Config:
         vocab_size = 100
 
-    run = TrainingRun(args, Config, None, None, None, DocumentsOfEqualLength(), None, None, None, consumed_samples=6)
+    cpu = torch.device("cpu")
+    run = TrainingRun(args, Config, None, None, None, DocumentsOfEqualLength(), None, cpu, None, consumed_samples=6)
     return [int(batch.tokens_T[0]) for batch in run._next_micro_batches()]
 
 
