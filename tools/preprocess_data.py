@@ -61,7 +61,7 @@ class Progress:
         return max(time.monotonic() - self._started, 1e-9)
 
     def show(self, stored_bytes: int) -> None:
-        """`stored_bytes` of the input read since the start of this run."""
+        """`stored_bytes` of the input files are done since the start of this run."""
         self._bar.set_postfix_str(self.rates(), refresh=False)
         self._bar.update(self._before + stored_bytes - self._bar.n)
         if self._bar.disable and time.monotonic() - self._shown >= PROGRESS_SECONDS:
@@ -166,7 +166,7 @@ def run(reader: TaskReader, encode_task, writer: DocumentWriter, partial: Partia
             position = result.position or position
             if result.position and time.monotonic() >= checkpoint_at:
                 checkpoint()
-            progress.show(reader.stored_bytes)
+            progress.show(result.stored_bytes)
         if position != saved:
             checkpoint()
     finally:

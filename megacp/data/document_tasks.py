@@ -54,6 +54,7 @@ class Position:
 @dataclass(frozen=True)
 class Batch:
     documents: list[RawDocument]
+    stored_bytes: int  # of the input files that are behind, from the start on
     position: Position
 
 
@@ -64,7 +65,8 @@ class Part:
     name: str
     piece: Piece
     is_last: bool
-    position: Position | None  # None within the document, where no checkpoint can be
+    stored_bytes: int
+    position: Position | None = None  # None within the document, where no checkpoint can be
     digest: bytes | None = None  # of the whole text, in the last part
     group: str | None = None
     failed: bool = False
@@ -88,6 +90,7 @@ class Document:
 @dataclass
 class Result:
     position: Position | None
+    stored_bytes: int
     documents: list[Document] = field(default_factory=list)
 
 
@@ -97,39 +100,42 @@ class TaskReader:
     def __init__(self, sources: list[Source], tokenizer: Tokenizer, encoder: Encoder, start: Position = Position()):
         self.sources, self.start = sources, start
         self.finished: list[dict] = []
-        self.stored_bytes = 0  # of the sources from the start on, as far as they were read
+        self._finished_bytes = 0
         self._cuts, self._encoder = tokenizer.cuts, encoder
 
     def __iter__(self) -> Iterator[Batch | Part]:
-        batch, size, position = [], 0, self.start
+        batch, size, position, stored_bytes = [], 0, self.start, 0
         for raw, after in self._documents():
             if batch and (raw.is_long or size >= TASK_BYTES):
-                yield Batch(batch, position)
+                yield Batch(batch, stored_bytes, position)
                 batch, size = [], 0
             if raw.is_long:
                 yield from self._parts(raw, after)
             else:
                 batch.append(raw)
                 size += len(raw.data)
-            position = after()
-        yield Batch(batch, Position(len(self.sources)))
+            position, stored_bytes = after()
+        yield Batch(batch, self._finished_bytes, Position(len(self.sources)))
 
-    def _documents(self) -> Iterator[tuple[RawDocument, Callable[[], Position]]]:
-        """The documents after the start, each with a function that tells the position behind it once it has been read."""
+    def _documents(self) -> Iterator[tuple[RawDocument, Callable[[], tuple[Position, int]]]]:
+        """The documents after the start, each with a function that tells how far the input is read: the position, once it is behind
+        the document, and the bytes as stored."""
         for number in range(self.start.source, len(self.sources)):
-            source, before, count = self.sources[number], self.stored_bytes, 0
+            source, count = self.sources[number], 0
             with open_source(source, self._encoder.json_keys) as reader:
                 for count, raw in enumerate(reader, start=1):
-                    if number > self.start.source or count > self.start.documents:
-                        yield raw, lambda number=number, count=count, reader=reader: Position(number, count, reader.sha256())
-                    else:
+                    if number == self.start.source and count <= self.start.documents:
                         self._skip(raw, count, reader)
-                    self.stored_bytes = before + reader.stored_bytes()
-                self.finished.append(
-                    {"path": source.path, "bytes": reader.stored_bytes(), "sha256": reader.sha256(), "documents": count}
-                )
+                        continue
+                    yield raw, functools.partial(self._how_far, number, count, reader)
+                stored_bytes = reader.stored_bytes()
+                self.finished.append({"path": source.path, "bytes": stored_bytes, "sha256": reader.sha256(), "documents": count})
+                self._finished_bytes += stored_bytes
             if number == self.start.source and count < self.start.documents:
                 raise _other_documents(source, self.start.documents)
+
+    def _how_far(self, number: int, count: int, reader) -> tuple[Position, int]:
+        return Position(number, count, reader.sha256()), self._finished_bytes + reader.stored_bytes()
 
     def _skip(self, raw: RawDocument, count: int, reader) -> None:
         """A document that an earlier run has done."""
@@ -137,22 +143,24 @@ class TaskReader:
         if count == self.start.documents and reader.sha256() != self.start.sha256:
             raise _other_documents(reader.source, count)
 
-    def _parts(self, raw: RawDocument, after: Callable[[], Position]) -> Iterator[Part]:
+    def _parts(self, raw: RawDocument, after: Callable[[], tuple[Position, int]]) -> Iterator[Part]:
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         held = None  # a part is sent when it is known whether another follows
         try:
             for piece in pieces(self._text(raw, digest), self._cuts, TASK_CHARS, self._encoder.max_stretch_chars):
                 if held is not None:
-                    yield Part(raw.name, held, False, None)
+                    yield Part(raw.name, held, False, after()[1])
                 held = piece
         except DatasetError as error:
             if self._encoder.errors != "skip":
                 raise _named(raw.name, error) from None
             _read_to_end(raw)
-            yield Part(raw.name, Piece("", held is None or held.first, 1, 0), True, after(), failed=True)
+            position, stored_bytes = after()
+            yield Part(raw.name, Piece("", held is None or held.first, 1, 0), True, stored_bytes, position, failed=True)
             return
         group = _group(raw, self._encoder) if self._encoder.groups else None
-        yield Part(raw.name, held, True, after(), digest.digest() if self._encoder.dedup else None, group)
+        position, stored_bytes = after()
+        yield Part(raw.name, held, True, stored_bytes, position, digest.digest() if self._encoder.dedup else None, group)
 
     def _text(self, raw: RawDocument, digest) -> Iterator[str]:
         for chunk in text_chunks(raw, self._encoder.errors, self._encoder.json_keys):
@@ -171,8 +179,8 @@ def encode(encoder: Encoder, task: Batch | Part) -> Result:
         document.text_bytes = len(task.piece.text.encode("utf-8"))
         if not task.failed:
             _encode_text(encoder, document, task.piece)
-        return Result(task.position, [document])
-    result = Result(task.position)
+        return Result(task.position, task.stored_bytes, [document])
+    result = Result(task.position, task.stored_bytes)
     for raw in task.documents:
         document = Document(raw.name)
         result.documents.append(document)
