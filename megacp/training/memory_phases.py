@@ -110,7 +110,7 @@ class PhaseMeter:
 
 @contextmanager
 def memory_history(path: str | None, device: torch.device) -> Iterator[None]:
-    """Records the GPU's allocations in the block and writes them to `path`, also when it fails; docs.pytorch.org/memory_viz shows them.
+    """Writes the GPU's allocations of the block to `path`, also when it fails; docs.pytorch.org/memory_viz shows them.
 
     `path` None: nothing. Raises ValueError naming --record-memory-history without a GPU.
     """
@@ -128,4 +128,4 @@ def memory_history(path: str | None, device: torch.device) -> Iterator[None]:
     finally:
         torch.cuda.memory._dump_snapshot(path)
         torch.cuda.memory._record_memory_history(enabled=None, device=device)
-        print(f"memory history of the last {HISTORY_EVENTS:,} allocations: {path}; https://docs.pytorch.org/memory_viz shows it", flush=True)
+        print(f"memory history of up to {HISTORY_EVENTS:,} allocations: {path}; docs.pytorch.org/memory_viz shows it", flush=True)

@@ -4,9 +4,9 @@
         train_step(...)
         timer.take()                # {"projections": 1.2, "all-to-all": 0.3, ...}; counts anew from here
 
-While the block runs, the functions named in `PARTS` are replaced by timed ones: training code carries no clocks. CUDA events measure on
-a GPU, the wall clock on a CPU. Parts do not contain each other; what no part has is copies of heads, the output projection,
-gathering and reducing weights, and waiting.
+While the block runs, the functions named in `PARTS` are replaced by timed ones: training code carries no clocks. CUDA events
+measure on a GPU, the wall clock on a CPU. Parts do not contain each other; what no part has is copies of heads, the output
+projection, gathering and reducing weights, and waiting.
 """
 
 import time

@@ -1,8 +1,9 @@
 """How much memory one decoder layer takes, counted in `u` (one [T, d] tensor), against the list of tensors that must be there.
 
-The proportions are those of Llama3-8B on 8 ranks with U = 8: four stages, each with a quarter of the query heads, all sharing the one
-pair of KV heads that came with the first; D = 64, and the attention is the stub with FlashAttention-4's memory. So in units of u a
-stage's q, o, do, dq, k, v, dk and dv are 1/4 each and the kernel's fp32 sum of dq is 1/2. MLP width appears in tiles only and is small.
+The proportions are those of Llama3-8B on 8 ranks with U = 8: four stages, each with a quarter of the query heads, all sharing the
+one pair of KV heads that came with the first; D = 64, and the attention is the stub with FlashAttention-4's memory. So in units of
+u a stage's q, o, do, dq, k, v, dk and dv are 1/4 each and the kernel's fp32 sum of dq is 1/2. MLP width appears in tiles only and
+is small.
 
 Counted is what is alive above the weights, and in backward above the fp32 weight gradients, with the layer's input or the
 gradient it is given. What the lists leave out is `REST`: the log-sum-exp (1/32 of u here), the kernel's fp32 rows, tiles.
