@@ -34,7 +34,7 @@ from megacp.checkpointing.random_state import seed_random_state
 from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.parallel_state import ParallelLayout
 from megacp.rehearsal import rehearse
-from megacp.training.activation_plans import activation_geometry, activation_plans, check_budgets
+from megacp.training.activation_plans import activation_plans, check_budgets, memory_job
 from megacp.training.errors import explain_errors
 from megacp.training.evaluation import Evaluator
 from megacp.training.initialize import check_launch, collective_timeout, initialize_distributed, launched_rank
@@ -72,12 +72,14 @@ def main() -> int:
         schedule = build_head_schedule(
             config.num_attention_heads, config.num_query_groups, layout.ulysses_degree, args.upipe_heads_per_stage
         )
-        check_budgets(args, activation_plans(args, config.num_layers), activation_geometry(args, config, layout, schedule, dtype))
+        job = memory_job(args, config, layout, schedule, dtype)
+        plans = activation_plans(args, job, device)
+        check_budgets(args, plans, job.geometry)
         step_seconds = predicted_step_seconds(args, config, layout, device_peak_flops(device))
         timeout = collective_timeout(args.distributed_timeout_minutes, step_seconds)
         notes += launcher_notes(step_seconds)
         if is_first_rank:
-            print(startup_summary(args, config, layout, schedule, device, dtype, data, timeout, notes), flush=True)
+            print(startup_summary(args, layout, job, plans, device, data, timeout, notes), flush=True)
         faked = args.dry_run or args.rehearse_world_size
         initialize_distributed(layout, device, timeout, fake_rank=rank if faked else None)
         model = build_model(config, parallel_state.get_data_context_mesh(), dtype)

@@ -22,8 +22,9 @@ from megacp.context_parallel.head_schedule import HeadSchedule
 from megacp.kernels.attention import Documents
 from megacp.kernels.rotary import inverse_frequencies
 from megacp.memory.counting import AllocationCounter
-from megacp.memory.policy import DISK, HOST, LayerPlan
-from megacp.memory.store import KEPT, ActivationStore, Geometry, planned_bytes
+from megacp.memory.policy import DISK, HOST, RECOMPUTE, LayerPlan
+from megacp.memory.store import KEPT, SCRATCH, ActivationStore, Geometry, planned_bytes
+from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
 from megacp.model.decoder_layer import DecoderLayer
 from megacp.model.layer_context import LayerContext
@@ -110,6 +111,52 @@ def predict(job: Job, plans: list[LayerPlan]) -> Prediction:
         "buffers": buffers,
     }
     return Prediction(parts, planned_bytes(plans, job.geometry, HOST), planned_bytes(plans, job.geometry, DISK))
+
+
+def choose_plans(job: Job, device_limit: int, host_limit: int | None, disk_limit: int | None, full: bool) -> list[LayerPlan]:
+    """The fastest plans, one a layer, within the limits in bytes of one rank. `disk_limit` 0: no disk; None elsewhere: no limit.
+
+    What costs least first: all on the device; then the first layers' activations in host memory, as few layers as need be (the last
+    layers' are needed first and briefest); then also the backward's own gradients through the host. What the host cannot take of the
+    first layers goes to disk. `full`: attention runs again where activations leave the device, which halves what is kept there.
+    Raises ValueError that says what is missing.
+    """
+    layers, shortest = job.config.num_layers, None
+    for lean in (False, True):
+        gradients = dict(residual_grad=HOST, output_grad=HOST) if lean else {}
+        near, far, farther = LayerPlan(**gradients), LayerPlan(HOST, HOST, HOST, **gradients), LayerPlan(DISK, DISK, HOST, **gradients)
+        if full:
+            far, farther = (replace(plan, output=RECOMPUTE, lse=RECOMPUTE) for plan in (far, farther))
+        for away in range(layers + 1):
+            plans = [far] * away + [near] * (layers - away)
+            device = predict(job, plans).device_bytes
+            if device <= device_limit:
+                break
+        else:
+            shortest = device
+            continue
+        for on_disk in range(away + 1):
+            plans = [farther] * on_disk + [far] * (away - on_disk) + [near] * (layers - away)
+            host, disk = (planned_bytes(plans, job.geometry, place) for place in (HOST, DISK))
+            if (host_limit is None or host <= host_limit) and (disk_limit is None or disk <= disk_limit):
+                return plans
+    if shortest is not None:
+        raise ValueError(
+            f"the step needs {shortest / GIB:.2f} GiB of GPU memory even with all activations elsewhere, more than the "
+            f"{device_limit / GIB:.2f} GiB there are"
+        )
+    raise ValueError("host and disk cannot take the activations that the GPU has no room for")
+
+
+def table(plans: list[LayerPlan]) -> list[str]:
+    """A line for each run of layers with one plan: `layers 0-19: h host, output host, lse host, …`."""
+    lines, first = [], 0
+    for layer in range(1, len(plans) + 1):
+        if layer == len(plans) or plans[layer] != plans[first]:
+            places = ", ".join(f"{name.replace('_', ' ')} {getattr(plans[first], name)}" for name in KEPT + SCRATCH)
+            lines.append(f"layers {first}-{layer - 1}: {places}" if layer - first > 1 else f"layer {first}: {places}")
+            first = layer
+    return lines
 
 
 @lru_cache(maxsize=256)

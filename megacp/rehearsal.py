@@ -8,9 +8,10 @@
     phase             peak GiB   above states GiB       u
     layer backward       …
 
-The code is that of training: same layers, same FSDP, same store, states sharded as for the whole job. Only the collectives are fake:
-every buffer is allocated and filled, from this rank's own data, so numbers stay finite but mean nothing, and an all-to-all takes as
-long as a copy. With `stub` attention nothing is computed there either, but its memory is taken. On a CPU allocations are counted.
+The code is that of training: same layers, same FSDP, same store, states sharded as for the whole job. Only the collectives are
+fake: every buffer is allocated and filled, from this rank's own data, so numbers stay finite but mean nothing, and an all-to-all
+takes as long as a copy. With `stub` attention nothing is computed there either, but its memory is taken. On a CPU allocations are counted.
+Host and disk hold one layer of each plan, which all such layers overwrite: the room of all of them is reported, not taken.
 """
 
 import argparse
@@ -26,9 +27,9 @@ from torch.distributed.tensor import DTensor
 from megacp.checkpointing.random_state import seed_random_state
 from megacp.context_parallel.head_schedule import HeadSchedule
 from megacp.memory.counting import AllocationCounter
-from megacp.memory.estimate import GIB
-from megacp.memory.policy import DISK, GPU, HOST
-from megacp.memory.store import KEPT, planned_bytes
+from megacp.memory.policy import DISK, GPU, HOST, LayerPlan
+from megacp.memory.store import KEPT, ActivationStore, Geometry, planned_bytes
+from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
 from megacp.model.llama import Llama
 from megacp.parallel_state import ParallelLayout
@@ -59,7 +60,7 @@ class RehearsalReport:
     phases: dict[str, PhaseMemory]
     layer_weight_gradients: int  # fp32, of one layer, whole
     layer_forward: int  # of one layer, its input counted
-    layer_backward: int  # of one layer, without the weight gradients; the gradient it is given and what it kept counted
+    layer_backward: int  # of one layer, no weight gradients; its gradient and what it kept counted (by the largest plan)
     reserved: int | None  # by the GPU's allocator, at the most; None on a CPU
     host: int
     disk: int
@@ -107,7 +108,7 @@ def rehearse(
     device: torch.device, dtype: torch.dtype, data: TrainingData,
 ) -> RehearsalReport:  # fmt: skip
     """Runs --train-iters steps of rank --rehearse-rank. `model` is sharded and has no memory yet; the groups are fake."""
-    settings = step_settings(args, config, layout, schedule, device, dtype)  # host memory: taken before anything is counted
+    settings = step_settings(args, config, layout, schedule, device, dtype, SharedRoom)  # host memory: before counting
     if args.rehearse_attention == "stub":
         stub = "stub" if args.attention_backend == "auto" else f"stub-{args.attention_backend}"
         settings = dataclasses.replace(settings, attention_backend=stub)
@@ -128,6 +129,19 @@ def rehearse(
     return report
 
 
+class SharedRoom(ActivationStore):
+    """A store whose layers of equal plans keep their activations in the same place outside the device."""
+
+    def __init__(self, plans: list[LayerPlan], geometry: Geometry, device: torch.device, disk_directory: str | None = None):
+        distinct = list(dict.fromkeys(plans))
+        super().__init__(distinct, geometry, device, disk_directory)
+        self.plans, self._forwards = plans, [0] * len(plans)
+        self._places = [distinct.index(plan) for plan in plans]
+
+    def region(self, layer: int, name: str):
+        return super().region(self._places[layer], name)
+
+
 class _Journal:
     """What the training loop logs to: a line a step, and the last step's figures."""
 
@@ -136,7 +150,8 @@ class _Journal:
 
     def log(self, record: StepRecord) -> None:
         self.record, self.part_seconds = record, self._timer.take()
-        print(f"step {record.step}/{self._steps} | {record.step_time_s:8.3f} s | peak {record.peak_memory_gib:8.3f} GiB", flush=True)
+        peak = record.peak_memory_gib
+        print(f"step {record.step}/{self._steps} | {record.step_time_s:8.3f} s | peak {peak:8.3f} GiB", flush=True)
 
 
 @contextlib.contextmanager

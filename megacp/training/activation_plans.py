@@ -1,8 +1,8 @@
 """From the flags to a plan for each layer's activations, and whether the plans are within the budgets.
 
-    plans = activation_plans(args, config.num_layers)
-    geometry = activation_geometry(args, config, layout, schedule, dtype)
-    check_budgets(args, plans, geometry)      # ArgumentError: --host-memory-gib 4 is less than the 6.50 GiB …; 6.5 or … works
+    job = memory_job(args, config, layout, schedule, dtype)
+    plans = activation_plans(args, job, device)
+    check_budgets(args, plans, job.geometry)  # ArgumentError: --host-memory-gib 4 is less than the 6.50 GiB …; 6.5 or … works
 
 Budgets are those of one rank. Nothing is allocated here.
 """
@@ -14,24 +14,53 @@ import torch
 
 from megacp.argument_checks import ArgumentError
 from megacp.context_parallel.head_schedule import HeadSchedule
-from megacp.memory.estimate import GIB
 from megacp.memory.policy import DISK, HOST, PLANS, LayerPlan, plan_of
 from megacp.memory.store import Geometry, planned_bytes
+from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
 from megacp.parallel_state import ParallelLayout
+from megacp.planner import Job, choose_plans
+
+GPU_SHARE = 0.9  # the rest: CUDA's context, NCCL's buffers, the allocator's margin
 
 
-def activation_plans(args: argparse.Namespace, num_layers: int) -> list[LayerPlan]:
-    """One plan a layer, all alike."""
-    return [plan_of(args.activation_memory, args.recompute_granularity)] * num_layers
-
-
-def activation_geometry(
+def memory_job(
     args: argparse.Namespace, config: ModelConfig, layout: ParallelLayout, schedule: HeadSchedule, dtype: torch.dtype
-) -> Geometry:
-    """Shapes of one rank's activations of a micro-batch."""
+) -> Job:
+    """What one rank's memory depends on, from the flags."""
     tokens = args.seq_length * args.micro_batch_size // layout.context_parallel_size
-    return Geometry.of(config, schedule, tokens, args.mlp_tile_size, dtype)
+    return Job(
+        config, schedule, tokens, layout.world_size, args.mlp_tile_size, args.loss_tile_size, dtype, args.upipe_query_chunk
+    )
+
+
+def activation_plans(args: argparse.Namespace, job: Job, device: torch.device) -> list[LayerPlan]:
+    """One plan a layer: all alike, or with --activation-memory auto the fastest that the budgets allow.
+
+    A function of the flags and the GPU's size, so that all ranks choose alike. Raises ArgumentError when none fits.
+    """
+    full = args.recompute_granularity == "full"
+    if args.activation_memory != "auto":
+        return [plan_of(args.activation_memory, args.recompute_granularity)] * job.config.num_layers
+    limit = device_limit(args, device)
+    if limit is None:
+        return [plan_of("gpu", args.recompute_granularity)] * job.config.num_layers
+    host, disk = (None if gib is None else int(gib * GIB) for gib in (args.host_memory_gib, args.disk_memory_gib))
+    try:
+        return choose_plans(job, limit, host, disk if args.disk_offload_dir else 0, full)
+    except ValueError as error:
+        more = "" if full else ", --recompute-granularity full"
+        raise ArgumentError(
+            f"--activation-memory auto finds no plan: {error}; more ranks in --context-parallel-size, --upipe-query-chunk "
+            f"{args.mlp_tile_size}{more}, a larger --host-memory-gib or --disk-offload-dir DIR take less or give more"
+        ) from None
+
+
+def device_limit(args: argparse.Namespace, device: torch.device) -> int | None:
+    """Bytes that a rank may take on its GPU: --gpu-memory-gib, or nine tenths of what it has. None on a CPU without the flag."""
+    if args.gpu_memory_gib is not None:
+        return int(args.gpu_memory_gib * GIB)
+    return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
 def check_budgets(args: argparse.Namespace, plans: list[LayerPlan], geometry: Geometry) -> None:

@@ -27,7 +27,7 @@ from megacp.model.config import ModelConfig
 from megacp.model.layer_context import LayerContext
 from megacp.model.llama import Llama
 from megacp.parallel_state import ParallelLayout
-from megacp.training.activation_plans import activation_geometry, activation_plans
+from megacp.training.activation_plans import activation_plans, memory_job
 from megacp.training.metrics import causal_pairs
 from megacp.training.optimizer import clip_grad_norm
 
@@ -48,11 +48,11 @@ class StepSettings:
 
 def step_settings(
     args: argparse.Namespace, config: ModelConfig, layout: ParallelLayout, schedule: HeadSchedule, device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype, store_type: type[ActivationStore] = ActivationStore,
 ) -> StepSettings:  # fmt: skip
     """The settings that the flags name; takes the activation store's memory. Raises ValueError when host or disk cannot give it."""
-    geometry = activation_geometry(args, config, layout, schedule, dtype)
-    store = ActivationStore(activation_plans(args, config.num_layers), geometry, device, args.disk_offload_dir)
+    job = memory_job(args, config, layout, schedule, dtype)
+    store = store_type(activation_plans(args, job, device), job.geometry, device, args.disk_offload_dir)
     return StepSettings(
         config, schedule, store, args.attention_backend, args.upipe_query_chunk, args.mlp_tile_size, args.loss_tile_size,
         args.clip_grad,

@@ -10,11 +10,12 @@ from datetime import timedelta
 
 import torch
 
-from megacp.context_parallel.head_schedule import HeadSchedule
 from megacp.data.dataset import SequenceDataset
-from megacp.memory.estimate import GIB, estimate_memory
+from megacp.memory.policy import LayerPlan
+from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
 from megacp.parallel_state import ParallelLayout
+from megacp.planner import Job, predict, table
 from megacp.training.metrics import convention_text, model_flops_per_step, peak_flops
 from megacp.training.training_data import TrainingData
 
@@ -24,30 +25,32 @@ ASSUMED_CPU_FLOPS = 5e9
 
 
 def startup_summary(
-    args: argparse.Namespace, config: ModelConfig, layout: ParallelLayout, schedule: HeadSchedule, device: torch.device,
-    dtype: torch.dtype, data: TrainingData, timeout: timedelta, notes: list[str],
+    args: argparse.Namespace, layout: ParallelLayout, job: Job, plans: list[LayerPlan], device: torch.device, data: TrainingData,
+    timeout: timedelta, notes: list[str],
 ) -> str:  # fmt: skip
     """The lines printed at start; `notes` come last, each as a warning."""
+    config, schedule = job.config, job.schedule
     context, data_size = layout.context_parallel_size, layout.data_parallel_size
-    tokens_per_rank = args.seq_length * args.micro_batch_size // context
     tied = "untied" if config.untie_embeddings_and_output_weights else "tied"
     accumulation = args.global_batch_size // (args.micro_batch_size * data_size)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     peak = peak_flops(name) if device.type == "cuda" else None
-    memory = estimate_memory(
-        config, schedule, tokens_per_rank, layout.world_size, dtype.itemsize, args.mlp_tile_size, args.loss_tile_size
+    memory = predict(job, plans)
+    parts = ", ".join(f"{part} {bytes_ / GIB:.2f}" for part, bytes_ in memory.parts.items())
+    elsewhere = "".join(
+        f"; on the {place} {bytes_ / GIB:.2f} GiB" for place, bytes_ in (("host", memory.host_bytes), ("disk", memory.disk_bytes)) if bytes_
     )
-    parts = ", ".join(f"{part.replace('_', ' ')} {bytes_ / GIB:.2f}" for part, bytes_ in vars(memory).items())
     lines = {
         "model": f"{config.name}, {config.parameter_count() / 1e6:,.1f} million parameters: {config.num_layers} layers, "
         f"d {config.hidden_size}, F {config.ffn_hidden_size}, {config.num_attention_heads} heads / {config.num_query_groups} KV "
         f"heads of {config.kv_channels}, vocabulary {config.vocab_size:,}, {tied}",
         "layout": f"{layout.world_size} ranks = context {context} x data {data_size}; {args.cp_comm_type}, "
         f"{schedule.heads_per_stage} of {schedule.num_heads} heads a stage, {len(schedule.stages)} stages; "
-        f"{str(dtype).removeprefix('torch.')} on {name}",
-        "batch": f"{args.global_batch_size} sequences of {args.seq_length:,} tokens a step, {tokens_per_rank:,} tokens a rank at a "
+        f"{str(job.dtype).removeprefix('torch.')} on {name}",
+        "batch": f"{args.global_batch_size} sequences of {args.seq_length:,} tokens a step, {job.tokens:,} tokens a rank at a "
         f"time, {accumulation} accumulated; attention mask {args.attention_mask}",
-        "memory": f"predicted per rank {memory.total / GIB:.2f} GiB: {parts}",
+        "memory": f"predicted peak per rank {memory.device_bytes / GIB:.2f} GiB: {parts}{elsewhere}",
+        "plan": f"\n{'':10} ".join(table(plans)),
         "data": data.description,
         **({"evaluation": evaluation_summary(args, data)} if args.eval_interval else {}),
         "timeout": f"{timeout.total_seconds() / 60:.0f} min for a collective",

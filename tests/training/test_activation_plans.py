@@ -9,7 +9,7 @@ from megacp.argument_checks import ArgumentError
 from megacp.arguments import model_config_from_args, parse_args, validate_args
 from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.parallel_state import ParallelLayout
-from megacp.training.activation_plans import activation_geometry, activation_plans, check_budgets
+from megacp.training.activation_plans import activation_plans, check_budgets, memory_job
 
 LAYERS = 32
 # u is 1 GiB a rank; the log-sum-exp of a layer is a 64th of that.
@@ -20,7 +20,10 @@ def check(args):
     validate_args(args, 8)
     config, layout = model_config_from_args(args), ParallelLayout(8, 8)
     schedule = build_head_schedule(config.num_attention_heads, config.num_query_groups, 8, args.upipe_heads_per_stage)
-    check_budgets(args, activation_plans(args, LAYERS), activation_geometry(args, config, layout, schedule, torch.bfloat16))
+    job = memory_job(args, config, layout, schedule, torch.bfloat16)
+    plans = activation_plans(args, job, torch.device("cpu"))
+    check_budgets(args, plans, job.geometry)
+    return job, plans
 
 
 def refused(flags):
