@@ -3,15 +3,15 @@
     python pretrain_llama.py --rehearse-world-size 8 --model llama3-8b --context-parallel-size 8 --seq-length 10485760 \\
         --activation-memory lean --rehearse-attention stub --attention-mask causal --mock-data
 
-    rehearsal  rank 0 of 8, 1,310,720 tokens a rank; u, one [T, d] in bfloat16, is 10.000 GiB; attention stub-fa4
-    states     7.48 GiB weights and moments, 3.74 GiB gradients (fp32, this rank's shards); kept on the host … GiB
-    phase             peak GiB   above states GiB       u
-    layer backward       …
+    rehearsal  rank 0 of 8, 1,310,720 tokens a rank; u, one [T, d] in bfloat16, is 10.000 GiB; attention stub-fa4; NVIDIA H200
+    states     11.218 GiB weights and moments, 3.739 GiB gradients (this rank's shards)
+    memory            peak GiB  above states GiB        u
+    layer backward           …
 
 The code is that of training: same layers, same FSDP, same store, states sharded as for the whole job. Only the collectives are
 fake: every buffer is allocated and filled, from this rank's own data, so numbers stay finite but mean nothing, and an all-to-all
-takes as long as a copy. With `stub` attention nothing is computed there either, but its memory is taken. On a CPU allocations are counted.
-Host and disk hold one layer of each plan, which all such layers overwrite: the room of all of them is reported, not taken.
+takes as long as a copy. With `stub` attention nothing is computed there either, but its memory is taken. On a CPU allocations
+are counted. Host and disk hold one layer of each plan, which all such layers overwrite: the room of all is reported, not taken.
 """
 
 import argparse
