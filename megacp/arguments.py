@@ -256,7 +256,7 @@ def _add_memory(parser):
     group = parser.add_argument_group("activation memory", "Where a layer keeps what its backward needs: its input, its attention output.")
     add = group.add_argument
     add("--activation-memory", choices=("auto", "gpu", "host", "disk", "lean"), default="auto",
-        help="auto: the fastest that fits, chosen layer by layer; host: in pinned host memory; disk: in --disk-offload-dir; lean: as host, and the backward's own gradients too")  # fmt: skip
+        help="auto: the fastest that fits, chosen layer by layer; host: in pinned host memory; disk: in --disk-offload-dir; lean: as host, and the backward's residual gradient too")  # fmt: skip
     add("--recompute-granularity", choices=("selective", "full"), default="selective",
         help="selective: all but the attention is made again in the backward; full: the attention too, which keeps half as much")  # fmt: skip
     add("--gpu-memory-gib", type=POSITIVE, metavar="GIB",

@@ -7,8 +7,8 @@
 There is no second model of the layer here to fall behind: allocations are those of `megacp.model.decoder_layer`, at their true size,
 with the attention kernel's own workspace from `megacp.kernels.attention.stub` and the exchanges through `Loopback`.
 
-Worked example, Llama3-8B on 8 ranks, 1M tokens, U = 8, tiles of 4,096 (u = 1 GiB): a layer's backward peaks at 7.0 u above its fp32
-weight-gradient sums with everything on the device, its own h and the outputs not yet done (1.75 u) among them; at 4.1 u with `lean`.
+Worked example, Llama3-8B on 8 ranks, 1M tokens, U = 8, tiles of 4,096 (u = 1 GiB): a layer's backward peaks at 6.5 u above its fp32
+weight-gradient sums with everything on the device, its own h and the outputs not yet done (1.5 u) among them; at 4.1 u with `lean`.
 """
 
 from dataclasses import dataclass, replace
@@ -117,13 +117,13 @@ def choose_plans(job: Job, device_limit: int, host_limit: int | None, disk_limit
     """The fastest plans, one a layer, within the limits in bytes of one rank. `disk_limit` 0: no disk; None elsewhere: no limit.
 
     What costs least first: all on the device; then the first layers' activations in host memory, as few layers as need be (the last
-    layers' are needed first and briefest); then also the backward's own gradients through the host. What the host cannot take of the
+    layers' are needed first and briefest); then also the backward's residual gradient through the host. What the host cannot take of the
     first layers goes to disk. `full`: attention runs again where activations leave the device, which halves what is kept there.
     Raises ValueError that says what is missing.
     """
     layers, shortest = job.config.num_layers, None
     for lean in (False, True):
-        gradients = dict(residual_grad=HOST, output_grad=HOST) if lean else {}
+        gradients = dict(residual_grad=HOST) if lean else {}
         near, far, farther = LayerPlan(**gradients), LayerPlan(HOST, HOST, HOST, **gradients), LayerPlan(DISK, DISK, HOST, **gradients)
         if full:
             far, farther = (replace(plan, output=RECOMPUTE, lse=RECOMPUTE) for plan in (far, farther))

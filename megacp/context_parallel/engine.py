@@ -111,12 +111,12 @@ def stages_forward(
 
 def stages_backward(
     settings: AttentionSettings, pack_q: PackQ, pack_kv: PackKV, outputs: StageShelf, log_sum_exps: BlockShelf,
-    output_grads: StageShelf, unpack_dq: UnpackDQ, unpack_dkv: UnpackDKV,
+    pack_do: PackQ, unpack_dq: UnpackDQ, unpack_dkv: UnpackDKV,
 ) -> None:  # fmt: skip
     """Backward of `stages_forward`; attention itself is not run again.
 
-    Takes what the forward put and the gradients of `outputs`, and releases each stage when it is done; their fetches run under the
-    stage's projections. `unpack_dq(stage, start, stop, dq_CtnD)` is called once a chunk, `unpack_dkv(arrival_stage, dk_CTmD,
+    Takes what the forward put and releases each stage when it is done; its fetch runs under the stage's projections.
+    `pack_do(stage, start, stop)` returns the gradient of a chunk of the stage's output, as a send buffer. `unpack_dq(stage, start, stop, dq_CtnD)` is called once a chunk, `unpack_dkv(arrival_stage, dk_CTmD,
     dv_CTmD)` once for each stage that brought KV heads, after the last stage that uses them; block `r` comes from rank `r`. With
     `K < cu` several blocks hold gradients of one KV head: the receiver sums them.
     """
@@ -128,13 +128,13 @@ def stages_backward(
         if stage.num_new_kv:
             held_kv[stage.index] = _exchange_kv(settings, pack_kv(stage))
         for start, stop in settings.chunks:
-            kept = [shelf.fetch(stage.index, start, stop) for shelf in (outputs, output_grads)]
+            output = outputs.fetch(stage.index, start, stop)
             q_XnD = _exchange_to_heads(settings, pack_q(stage, start, stop))
-            o_XnD, do_XnD = (_exchange_to_heads(settings, pending.wait().contiguous()) for pending in kept)
-            del kept
+            do_XnD = _exchange_to_heads(settings, pack_do(stage, start, stop))
+            o_XnD = _exchange_to_heads(settings, output.wait().contiguous())
+            del output
             if stop == settings.tokens_per_rank:
                 outputs.release(stage.index)
-                output_grads.release(stage.index)
             lse_nCT = lse.wait().unflatten(1, (schedule.ulysses_degree, -1))
             lse_nX = lse_nCT[:, :, start:stop].flatten(1)
             dq_XnD = _attend_backward(

@@ -6,11 +6,10 @@
 | output        | H·D/d (1 in Llama3-8B)    | gpu, host, disk, recompute (the attention forward runs again) |
 | lse           | 4·H/(2·d), a few per cent | gpu, host; goes with output when that is recomputed    |
 | residual_grad | 1, during backward only   | gpu, host                                             |
-| output_grad   | H·D/d, during backward only | gpu, host                                           |
 
     LayerPlan()                                           # everything on the device
     LayerPlan(h="host", output="host", lse="host")        # 2 u a layer less on the device
-    PLANS["lean"]                                         # … and the two gradients stream through the host in the stage loop
+    PLANS["lean"]                                         # … and the residual gradient streams through the host in the stage loop
 """
 
 from dataclasses import dataclass, replace
@@ -26,12 +25,11 @@ class LayerPlan:
     output: str = GPU
     lse: str = GPU
     residual_grad: str = GPU
-    output_grad: str = GPU
 
     def __post_init__(self):
         allowed = dict(
             h=(GPU, HOST, DISK), output=(GPU, HOST, DISK, RECOMPUTE), lse=(GPU, HOST, RECOMPUTE),
-            residual_grad=(GPU, HOST), output_grad=(GPU, HOST),
+            residual_grad=(GPU, HOST),
         )  # fmt: skip
         for name, places in allowed.items():
             if getattr(self, name) not in places:
@@ -50,5 +48,5 @@ PLANS = {
     "gpu": LayerPlan(),
     "host": LayerPlan(h=HOST, output=HOST, lse=HOST),
     "disk": LayerPlan(h=DISK, output=DISK, lse=HOST),
-    "lean": LayerPlan(h=HOST, output=HOST, lse=HOST, residual_grad=HOST, output_grad=HOST),
+    "lean": LayerPlan(h=HOST, output=HOST, lse=HOST, residual_grad=HOST),
 }

@@ -65,7 +65,7 @@ class RegionRows:
 
 
 class DeviceStages:
-    """Attention outputs, or their gradients, on the device: one `[C, T, n, D]` a stage, shaped as `like_CTnD` (on the meta device)."""
+    """Attention outputs on the device: one `[C, T, n, D]` a stage, shaped as `like_CTnD` (on the meta device)."""
 
     def __init__(self, num_stages: int, like_CTnD: Tensor, device: torch.device):
         self._stages: list[Tensor | None] = [None] * num_stages
@@ -75,11 +75,7 @@ class DeviceStages:
         """Keeps tokens `[start, stop)` of a stage: the tensor itself if it is the whole, else a copy."""
         if x_CtnD.shape == self._like_CTnD.shape:
             self._stages[stage] = x_CtnD
-        else:
-            self.put_tile(stage, start, stop, x_CtnD)
-
-    def put_tile(self, stage: int, start: int, stop: int, x_CtnD: Tensor) -> None:
-        """Keeps a copy of tokens `[start, stop)`."""
+            return
         if self._stages[stage] is None:
             self._stages[stage] = torch.empty_like(self._like_CTnD, device=self._device)
         self._stages[stage][:, start:stop] = x_CtnD
@@ -111,24 +107,14 @@ class RegionStages:
         def staging() -> _Staging:
             return _Staging(lambda: torch.empty(self._tile_shape, dtype=self._dtype, device=copies.device))
 
-        self._reading, self._writing = ([staging() for _ in range(num_stages)] for _ in range(2))
-        self._leaving: list[Pending] = []  # whole stages whose copies may still run
-        self._tiles_leaving: dict[int, list[list[Pending]]] = {}
+        self._staging = [staging() for _ in range(num_stages)]
+        self._leaving: list[Pending] = []  # copies of what was put last that may still run
 
     def put(self, stage: int, start: int, stop: int, x_CtnD: Tensor) -> None:
         """Starts keeping tokens `[start, stop)`, whole tiles. What was put before is waited for: one at a time is on its way out."""
         self.flush()
         for a, b in self._tiles_of(start, stop):
             self._leaving += self._write(stage, a, b, x_CtnD[:, a - start : b - start])
-
-    def put_tile(self, stage: int, start: int, stop: int, x_CtnD: Tensor) -> None:
-        leaving = self._tiles_leaving.setdefault(stage, [])
-        if len(leaving) == 2:  # the staging buffer that comes next was written out two tiles ago
-            for pending in leaving.pop(0):
-                pending.wait()
-        buffer_CtnD = _first_tokens(self._writing[stage].next(), stop - start)
-        buffer_CtnD.copy_(x_CtnD)
-        leaving.append(self._write(stage, start, stop, buffer_CtnD))
 
     def fetch(self, stage: int, start: int, stop: int) -> Pending:
         """Tokens `[start, stop)`, whole tiles, in memory of their own."""
@@ -141,20 +127,19 @@ class RegionStages:
         """Nothing is on the device."""
 
     def fetch_tile(self, stage: int, start: int, stop: int) -> Pending:
-        buffer_CtnD = _first_tokens(self._reading[stage].next(), stop - start)
+        buffer_CtnD = _first_tokens(self._staging[stage].next(), stop - start)
         return _all(self._read(stage, start, stop, buffer_CtnD), buffer_CtnD)
 
     def flush(self) -> None:
         """Everything put so far may be overwritten or freed by the current stream's coming work."""
-        pending = self._leaving + [part for tiles in self._tiles_leaving.values() for parts in tiles for part in parts]
-        for part in pending:
+        for part in self._leaving:
             part.wait()
-        self._leaving, self._tiles_leaving = [], {}
+        self._leaving = []
 
     def rest(self) -> None:
         """Gives up all device memory: staging buffers, and what was on its way out."""
         self.flush()
-        for staging in self._reading + self._writing:
+        for staging in self._staging:
             staging.clear()
 
     def _tiles_of(self, start: int, stop: int) -> Tiles:

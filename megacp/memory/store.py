@@ -82,7 +82,7 @@ class Geometry:
 # Bytes of a transfer: smaller ones do not fill an NVMe, larger ones wait for each other. And how many there is room for at least.
 SMALLEST_TRANSFER, LARGEST_TRANSFER, LEAST_TRANSFERS = 2**20, 2**23, 8
 
-KEPT, SCRATCH = ("h", "output", "lse"), ("residual_grad", "output_grad")
+KEPT, SCRATCH = ("h", "output", "lse"), ("residual_grad",)
 
 
 def planned_bytes(plans: list[LayerPlan], geometry: Geometry, place: str) -> int:
@@ -145,10 +145,6 @@ class ActivationStore:
     def residual_rows(self, g_Td: Tensor) -> RegionRows:
         """Scratch of one layer's backward for the residual gradient."""
         return RegionRows(self._scratch["residual_grad"], g_Td, self.geometry.tile_size, self.copies)
-
-    def output_grads(self, plan: LayerPlan) -> DeviceStages | RegionStages:
-        """Room for the gradients of one layer's attention outputs, during its backward."""
-        return self.stages(None if plan.output_grad == GPU else self._scratch["output_grad"])
 
     def stages(self, region) -> DeviceStages | RegionStages:
         g = self.geometry

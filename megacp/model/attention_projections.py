@@ -4,6 +4,7 @@ Everything runs in tiles of `t` tokens. Nothing as wide as all heads is ever bui
 written straight to their place in the send buffer.
 
     h_Td ── RMSNorm ── W[stage rows]ᵀ ── (q/k norm) ── RoPE ──▶ q_CTnD[:, tile]        forward, and again in backward
+    g_Td ── Wo[stage columns] ──▶ do_CTnD[:, tile]                                    backward
     dxn_Td, weight gradients ◀── W ── (q/k norm)' ── RoPEᵀ ◀── dq_CTnD[:, tile]        backward
 
 Worked example, Llama3-8B on 8 ranks, U = 8, tiles of 8,192: the query weight `[4096, 4096]` is viewed `[8, 4, 128, 4096]`; stage 1
@@ -29,8 +30,8 @@ from megacp.model.layer_context import LayerContext, LayerWeights
 class AttentionProjections:
     """The pack and unpack functions of one layer for the engine, bound to its input and weights.
 
-    `h` is the shelf of the input `h_Td`, wherever it lives. `grads` (weight-gradient totals) and `dxn_Td` (gradient of the
-    normalised input, added to) are needed for `unpack_*` only.
+    `h` is the shelf of the input `h_Td`, wherever it lives. `grads` (weight-gradient totals), `dxn_Td` (gradient of the normalised
+    input, added to) and `residual` (the shelf of the gradient behind the attention) are for the backward only.
     """
 
     def __init__(
@@ -42,10 +43,11 @@ class AttentionProjections:
         head_dim: int,
         grads: LayerWeights | None = None,
         dxn_Td: Tensor | None = None,
+        residual: RowShelf | None = None,
     ):
         self.context, self.schedule = context, context.attention.schedule
         self.h, self.weights, self.eps, self.head_dim = h, weights, norm_epsilon, head_dim
-        self.grads, self.dxn_Td = grads, dxn_Td
+        self.grads, self.dxn_Td, self.residual = grads, dxn_Td, residual
 
     def pack_q(self, stage: Stage, first: int, last: int) -> Tensor:
         """Send buffer q_CcnD of the stage's query heads for the chunk of tokens `[first, last)`; block `r` is for rank `r`."""
@@ -68,6 +70,18 @@ class AttentionProjections:
             self._write_heads(k_CTmD[:, start:stop].unflatten(0, groups), k_thD)
             self._write_heads(v_CTmD[:, start:stop].unflatten(0, groups), self._heads(xn_td @ wv_od.t()))
         return k_CTmD, v_CTmD
+
+    def pack_do(self, stage: Stage, first: int, last: int) -> Tensor:
+        """Send buffer do_CcnD: the gradient of the stage's attention output, `g · Wo` of its heads; block `r` is for rank `r`.
+
+        Made anew from the residual gradient for each stage: dO of all heads, another [T, H·D], never exists.
+        """
+        w_do = self._output_columns(self.weights.o_proj, stage).flatten(1)
+        do_CcnD = self._new_send_buffer(last - first, stage.num_queries)
+        for (start, stop), (g_td,) in read_ahead(self.context.tiles(first, last), lambda tile: [self.residual.fetch(*tile)]):
+            tile_CtnD = do_CcnD[:, start - first : stop - first]
+            self._write_heads(tile_CtnD.unflatten(0, (self.schedule.ulysses_degree, 1)), self._heads(g_td @ w_do))
+        return do_CcnD
 
     def unpack_dq(self, stage: Stage, first: int, last: int, dq_CcnD: Tensor) -> None:
         """Adds the share of the stage's chunk `[first, last)` to `dxn_Td` and to the gradients of `q_proj` (and `q_norm`)."""
@@ -102,6 +116,11 @@ class AttentionProjections:
         """`[H·D, d]` → the stage's rows `[C, n, D, d]`, a view."""
         shape = (self.schedule.ulysses_degree, self.schedule.heads_per_rank, self.head_dim)
         return w.unflatten(0, shape)[:, stage.q_start : stage.q_stop]
+
+    def _output_columns(self, w: Tensor, stage: Stage) -> Tensor:
+        """`[d, H·D]` → the stage's columns `[d, C, n, D]`, a view."""
+        shape = (self.schedule.ulysses_degree, self.schedule.heads_per_rank, self.head_dim)
+        return w.unflatten(1, shape)[:, :, stage.q_start : stage.q_stop]
 
     def _kv_rows(self, w: Tensor, stage: Stage) -> Tensor:
         """`[K·D, d]` → the stage's rows `[G, m, D, d]`, a view."""

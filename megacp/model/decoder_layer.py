@@ -100,7 +100,6 @@ class _DecoderLayerFunction(torch.autograd.Function):
             outputs, log_sum_exps = context.store.stages(None), context.store.log_sum_exps(None)
             stages_forward(context.attention, projections.pack_q, projections.pack_kv, outputs, log_sum_exps)
 
-        output_grads = context.store.output_grads(kept.plan)
         residual = DeviceRows(g_Td) if kept.plan.residual_grad == GPU else context.store.residual_rows(g_Td)
         leaving = []
         fetch_output = _output_tiles(context, outputs)
@@ -108,20 +107,19 @@ class _DecoderLayerFunction(torch.autograd.Function):
             o_to, g_td = _gather_heads(context, o_stages), g_Td[start:stop]
             _mlp_backward_(g_td, torch.addmm(h_td, o_to, w.o_proj.t()), w, grads, config.norm_epsilon)
             accumulate_weight_gradient(grads.o_proj, g_td, o_to)
-            _scatter_heads(context, g_td @ w.o_proj, output_grads, start, stop)
             if kept.plan.residual_grad != GPU:
                 leaving.append(residual.put(start, stop, g_td))
         del h_td, o_stages, o_to, g_td  # the last tile's views would keep the outputs of all stages
         outputs.rest()
-        output_grads.rest()
         for pending in leaving:
             pending.wait()
 
         # The residual gradient's own memory, once that is kept elsewhere.
         projections.dxn_Td = torch.zeros_like(g_Td) if kept.plan.residual_grad == GPU else g_Td.zero_()
+        projections.residual = residual
         stages_backward(
-            context.attention, projections.pack_q, projections.pack_kv, outputs, log_sum_exps, output_grads,
-            projections.unpack_dq, projections.unpack_dkv,
+            context.attention, projections.pack_q, projections.pack_kv, outputs, log_sum_exps,
+            projections.pack_do, projections.unpack_dq, projections.unpack_dkv,
         )  # fmt: skip
         for (start, stop), (h_td, g_td) in read_ahead(context.tiles(), lambda t: [kept.h.fetch(*t), residual.fetch(*t)]):
             dxn_td = projections.dxn_Td[start:stop]
@@ -166,11 +164,3 @@ def _gather_heads(context: LayerContext, stages_CtnD: list[Tensor]) -> Tensor:
     for stage, o_CtnD in zip(schedule.stages, stages_CtnD):
         tile_tCnD[:, :, stage.q_start : stage.q_stop] = o_CtnD.transpose(0, 1)
     return tile_tCnD.flatten(1)
-
-
-def _scatter_heads(context: LayerContext, x_to: Tensor, output_grads: StageShelf, start: int, stop: int) -> None:
-    """The inverse of `_gather_heads`: puts a tile `[t, H·D]` on the shelf of the stages."""
-    schedule = context.attention.schedule
-    tile_tCnD = x_to.unflatten(1, (schedule.ulysses_degree, schedule.heads_per_rank, -1))
-    for stage in schedule.stages:
-        output_grads.put_tile(stage.index, start, stop, tile_tCnD[:, :, stage.q_start : stage.q_stop].transpose(0, 1))

@@ -21,7 +21,7 @@ from megacp.model.output_head import OutputHead
 from megacp.training import step
 
 PARTS = {
-    "projections": [(AttentionProjections, name) for name in ("pack_q", "pack_kv", "unpack_dq", "unpack_dkv")],
+    "projections": [(AttentionProjections, name) for name in ("pack_q", "pack_kv", "pack_do", "unpack_dq", "unpack_dkv")],
     "all-to-all": [(engine, "all_to_all")],
     "attention": [(engine, "attention_forward"), (engine, "attention_backward")],
     "mlp": [(decoder_layer, "_mlp_forward"), (decoder_layer, "_mlp_backward_")],

@@ -36,7 +36,7 @@ def refused(flags):
 # Host: h, output and lse of 32 layers; disk: h and output, with the lse and 256 MiB of staging and a chunk of 2 MiB on the host.
 ENOUGH = {
     "--activation-memory host": ("host", LAYERS * (2 + 1 / 64)),
-    "--activation-memory lean": ("host", LAYERS * (2 + 1 / 64) + 2),
+    "--activation-memory lean": ("host", LAYERS * (2 + 1 / 64) + 1),
     "--activation-memory host --recompute-granularity full": ("host", LAYERS),
     "--activation-memory disk --disk-offload-dir /tmp": ("disk", LAYERS * 2),
     "--activation-memory disk --disk-offload-dir /tmp --recompute-granularity full": ("disk", LAYERS),

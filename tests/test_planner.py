@@ -1,0 +1,114 @@
+"""Predicted memory against bytes counted by hand, and the choice of plans against a plain search."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megacp.context_parallel.head_schedule import build_head_schedule
+from megacp.memory.policy import DISK, GPU, HOST, PLANS, RECOMPUTE, LayerPlan
+from megacp.memory.store import planned_bytes
+from megacp.memory.units import GIB
+from megacp.model.config import preset
+from megacp.planner import Job, choose_plans, head_peak, layer_peaks, predict, table
+
+CONFIG = replace(preset("llama3-8b"), num_layers=6, vocab_size=4096)  # a small head: the layers are what counts
+
+
+def job_of(tokens=131072, heads_per_stage=8, **changes):
+    """One rank of 8; at 131,072 tokens a rank (1M in all) u is 1 GiB. Tiles of 2,048 are small beside it."""
+    fields = dict(tokens=tokens, sharding_ranks=8, tile_size=2048, loss_tile_size=1024, dtype=torch.bfloat16)
+    return Job(CONFIG, build_head_schedule(32, 8, 8, heads_per_stage), **(fields | changes))
+
+
+def test_what_a_layer_keeps_is_what_its_plan_says():
+    job = job_of()
+    lse = 32 * 131072 * 4
+    assert layer_peaks(job, LayerPlan()).kept == 2 * GIB + lse
+    assert layer_peaks(job, PLANS["host"]).kept == 0
+    assert layer_peaks(job, PLANS["disk"]).kept == 0
+    assert layer_peaks(job, LayerPlan(output=HOST, lse=HOST)).kept == GIB
+    assert layer_peaks(job, LayerPlan(output=RECOMPUTE, lse=RECOMPUTE)).kept == GIB
+
+
+@pytest.mark.parametrize(
+    "plan, query_chunk, forward, backward",
+    [
+        # In u, without h and output where the plan keeps them on the device. Forward, streamed: h 1, one stage's q, k, v, o 1.
+        # Backward: g, dxn 2; q, k, v, o, do, dq, dk, dv 2; dk, dv of the stages before 1/2; the kernel's fp32 sum of dq 1/2.
+        (LayerPlan(output=GPU, lse=HOST, h=HOST), None, 2.8, 5.1),
+        (PLANS["host"], None, 2.1, 5.1),
+        (PLANS["lean"], None, 2.1, 4.1),  # g's memory serves dxn
+        (PLANS["lean"], 16384, 2.1, 3.3),  # only k, v, their fp32 sums and one call's dk, dv span the sequence
+    ],
+)
+def test_activation_peaks_in_units_of_a_hidden_state(plan, query_chunk, forward, backward):
+    job = job_of(query_chunk=query_chunk)
+    peaks = layer_peaks(job, plan)
+    weight_gradients = 4 * CONFIG.layer_parameters()
+    output_kept = 3 * GIB // 4 if plan.output == GPU else 0  # of four stages three are not done yet
+    assert peaks.forward / GIB <= forward
+    assert (peaks.backward - weight_gradients - output_kept) / GIB <= backward
+    assert peaks.backward - weight_gradients > 2.5 * GIB, "less than dxn, k, v, dk and dv take"
+
+
+def test_head_memory_is_its_tile_its_weight_gradient_and_two_hidden_states():
+    small, large = head_peak(job_of()), head_peak(job_of(tokens=262144))
+    assert large - small == 2 * GIB + 8 * 131072  # h and dh; labels
+    weight_gradient, logits = 4096 * 4096 * 4, 1024 * 4096 * 2
+    assert 2 * GIB + weight_gradient < small < 2 * GIB + 2 * weight_gradient + 4 * logits + GIB // 16
+
+
+def test_a_prediction_has_the_states_and_the_deepest_moment():
+    job = job_of()
+    everything = predict(job, [LayerPlan()] * 6)
+    assert everything.parts["states"] == 16 * CONFIG.parameter_count() // 8
+    assert everything.parts["kept activations"] == 6 * layer_peaks(job, LayerPlan()).kept
+    assert everything.host_bytes == everything.disk_bytes == 0
+    last_near = [PLANS["host"]] * 5 + [LayerPlan()]
+    assert predict(job, last_near).device_bytes < everything.device_bytes - 4 * GIB
+    assert predict(job, last_near).host_bytes == planned_bytes(last_near, job.geometry, HOST)
+
+
+def near_layers(plans):
+    return sum(plan.h == GPU for plan in plans)
+
+
+def test_auto_keeps_as_many_layers_on_the_device_as_fit():
+    job = job_of()
+    all_near, none_near = (predict(job, [plan] * 6).device_bytes for plan in (LayerPlan(), PLANS["host"]))
+    assert near_layers(choose_plans(job, all_near, None, 0, False)) == 6
+    for near in range(6):
+        plans = [PLANS["host"]] * (6 - near) + [LayerPlan()] * near
+        limit = predict(job, plans).device_bytes
+        chosen = choose_plans(job, limit, None, 0, False)
+        assert predict(job, chosen).device_bytes <= limit
+        # No plan of one more layer on the device fits.
+        more = [PLANS["host"]] * (5 - near_layers(chosen)) + [LayerPlan()] * (near_layers(chosen) + 1)
+        assert near_layers(chosen) == 6 or predict(job, more).device_bytes > limit
+    assert all(plan.residual_grad == GPU for plan in choose_plans(job, none_near, None, 0, False))
+    assert all(plan.residual_grad == HOST for plan in choose_plans(job, none_near - 1, None, 0, False))
+
+
+def test_auto_takes_the_disk_for_what_the_host_cannot_hold():
+    job = job_of()
+    limit = predict(job, [PLANS["host"]] * 6).device_bytes
+    host_of_three = planned_bytes([PLANS["disk"]] * 3 + [PLANS["host"]] * 3, job.geometry, HOST)
+    assert predict(job, [PLANS["disk"]] * 6).device_bytes == limit
+    plans = choose_plans(job, limit, host_of_three, None, False)
+    assert [plan.h for plan in plans] == [DISK] * 3 + [HOST] * 3
+    with pytest.raises(ValueError, match="host and disk cannot take"):
+        choose_plans(job, limit, host_of_three, 0, False)
+    assert all(plan.output == RECOMPUTE for plan in choose_plans(job, limit + GIB, host_of_three, 0, True))
+
+
+def test_auto_says_what_is_missing():
+    least = predict(job_of(), [PLANS["lean"]] * 6).device_bytes
+    with pytest.raises(ValueError, match=f"{least / GIB:.2f} GiB of GPU memory even with all activations elsewhere"):
+        choose_plans(job_of(), least - 1, None, None, False)
+
+
+def test_the_table_names_runs_of_layers():
+    lines = table([PLANS["host"]] * 2 + [LayerPlan()])
+    assert lines[0].startswith("layers 0-1: h host, output host, lse host")
+    assert lines[1].startswith("layer 2: h gpu")
