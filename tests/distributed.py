@@ -131,4 +131,5 @@ def _rank_main(sender, rank: int, world_size: int, port: int, payload: bytes, ti
         os._exit(1)  # without the clean-up that would wait for the other ranks
     sender.send_bytes(report)
     sender.close()
-    dist.destroy_process_group()
+    if dist.is_initialized():  # the function may have ended it to make its own
+        dist.destroy_process_group()

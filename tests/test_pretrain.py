@@ -57,7 +57,6 @@ def _main_with_own_group(rank, world_size, flags):
         _main(rank, world_size, flags)
     finally:
         dist.init_process_group = original
-        dist.init_process_group("gloo", store=dist.PrefixStore("after", store), rank=rank, world_size=world_size)
 
 
 def records(log):

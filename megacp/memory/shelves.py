@@ -45,6 +45,9 @@ class DeviceRows:
     def fetch(self, start: int, stop: int) -> Pending:
         return Pending(self._rows[start:stop])
 
+    def rest(self) -> None:
+        """Nothing is held but the rows."""
+
 
 class RegionRows:
     """Rows in a region, each tile a block; reads go through two staging buffers of `tile_size` rows."""
@@ -62,6 +65,10 @@ class RegionRows:
     def fetch(self, start: int, stop: int) -> Pending:
         buffer = self._staging.next()[: stop - start]
         return self._region.read(start, start * self._row_bytes, buffer, self._copies)
+
+    def rest(self) -> None:
+        """Gives up the staging buffers, once what was fetched is used by work already enqueued."""
+        self._staging.clear()
 
 
 class DeviceStages:

@@ -81,6 +81,7 @@ class AttentionProjections:
         for (start, stop), (g_td,) in read_ahead(self.context.tiles(first, last), lambda tile: [self.residual.fetch(*tile)]):
             tile_CtnD = do_CcnD[:, start - first : stop - first]
             self._write_heads(tile_CtnD.unflatten(0, (self.schedule.ulysses_degree, 1)), self._heads(g_td @ w_do))
+        self.residual.rest()
         return do_CcnD
 
     def unpack_dq(self, stage: Stage, first: int, last: int, dq_CcnD: Tensor) -> None:
@@ -108,6 +109,7 @@ class AttentionProjections:
         """`(start, stop, xn_td)` of each tile of the tokens `[first, last)`: the normalised input."""
         for (start, stop), (h_td,) in read_ahead(self.context.tiles(first, last), lambda tile: [self.h.fetch(*tile)]):
             yield start, stop, rms_norm(h_td, self.weights.input_layernorm, self.eps)
+        self.h.rest()  # its staging would stay through the attention
 
     def _new_send_buffer(self, tokens: int, heads: int) -> Tensor:
         return self.weights.q_proj.new_empty(self.schedule.ulysses_degree, tokens, heads, self.head_dim)
