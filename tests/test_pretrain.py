@@ -181,6 +181,21 @@ def test_a_run_does_not_save_over_what_it_did_not_load_and_says_when_nothing_is_
     assert len(records(tmp_path / "log")) == 3
 
 
+def test_unreadable_data_in_mid_run_ends_it_with_what_was_trained_saved(tmp_path):
+    """Every document but one is fine; the samples before it are trained on, and kept."""
+    with IndexedDatasetBuilder(tmp_path / "mostly", np.uint16) as builder:
+        for number in range(12):
+            builder.add_document(np.full(400, 300 if number == 7 else number))
+        builder.finalize()
+    flags = [*MODEL, "--data-path", tmp_path / "mostly", "--tokenizer-type", "Byte", "--split", "1,0,0", "--train-iters", 40,
+             "--save", tmp_path / "ckpt", "--log-jsonl", tmp_path / "log", "--seed", 4]  # fmt: skip
+    done = run(flags)
+    trained = records(tmp_path / "log")[-1]["step"]
+    assert done.returncode == 2
+    assert f"step {trained + 1} not begun" in done.stderr and "token id 300" in done.stderr
+    assert (tmp_path / "ckpt" / f"iter_{trained:07}").is_dir()
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_a_damaged_checkpoint_is_refused_by_name(data, tmp_path, damage):
     flags = [*MODEL, *data, "--train-iters", 3, "--save", tmp_path / "ckpt"]

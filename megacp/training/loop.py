@@ -20,13 +20,14 @@ from megacp import parallel_state
 from megacp.checkpointing.distributed import latest_iteration, load_checkpoint, save_checkpoint
 from megacp.checkpointing.weights import config_to_json
 from megacp.data.batch import PackedBatch
+from megacp.data.indexed_dataset import DatasetError
 from megacp.data.dataset import SequenceDataset
 from megacp.model.config import ModelConfig
 from megacp.model.llama import Llama
 from megacp.training.evaluation import Evaluator
 from megacp.training.metrics import MetricsLogger, StepRecord, model_flops_per_step, peak_flops
 from megacp.training.micro_batches import micro_batches
-from megacp.training.resilience import TerminationSignal, check_finite
+from megacp.training.resilience import TerminationSignal, any_rank, check_finite
 from megacp.training.memory_phases import CudaGauge, PhaseMeter
 from megacp.training.schedule import learning_rate
 from megacp.training.step import StepResult, StepSettings, train_step
@@ -52,6 +53,7 @@ class TrainingRun:
     meter: PhaseMeter | None = None  # of the device's memory; on a GPU there always is one
     iteration: int = 0
     consumed_samples: int = 0
+    saved_iteration: int = 0  # the last one that a checkpoint holds
     attention_backend: str = ""  # of the last step; depends on its documents
 
     def __post_init__(self):
@@ -68,6 +70,7 @@ class TrainingRun:
             return [f"--load {directory} holds no checkpoint: starting from {start}"]
         state = load_checkpoint(directory, self.model, self.optimizer)
         self.iteration, self.consumed_samples = state["iteration"], state["consumed_samples"]
+        self.saved_iteration = self.iteration
         lines = [f"loaded {directory}, step {self.iteration}, {self.consumed_samples:,} samples consumed"]
         if self.iteration >= self.args.train_iters:
             more = self.iteration + self.args.train_iters
@@ -151,8 +154,21 @@ class TrainingRun:
         return self._record(result, rate, time.perf_counter() - start)
 
     def _next_micro_batches(self) -> list[PackedBatch]:
-        """This rank's tokens of the next global batch, one entry per accumulation step. A few MB: read whole before the step."""
-        return list(micro_batches(self.dataset, self.consumed_samples, self.args, self.config.vocab_size, self.eod))
+        """This rank's tokens of the next global batch, one entry per accumulation step. A few MB: read whole before the step.
+
+        When a rank cannot read its part, all save what was trained so far, and that rank's error ends the run.
+        """
+        batches, error = [], None
+        try:
+            batches = list(micro_batches(self.dataset, self.consumed_samples, self.args, self.config.vocab_size, self.eod))
+        except (DatasetError, OSError) as unreadable:
+            error = unreadable
+        if any_rank(error is not None, parallel_state.get_data_parallel_group(with_context_parallel=True)):
+            step = self.iteration + 1
+            if self.args.save and self.iteration > self.saved_iteration:
+                self._save()
+            raise DatasetError(f"step {step} not begun: {error or 'another rank could not read its data'}") from error
+        return batches
 
     def _set_learning_rate(self) -> float:
         args = self.args
@@ -173,6 +189,7 @@ class TrainingRun:
             "args": {name: value for name, value in vars(self.args).items() if not name.startswith("_")},
         }
         save_checkpoint(self.args.save, self.iteration, self.model, self.optimizer, state, keep=self.args.ckpt_keep)
+        self.saved_iteration = self.iteration
 
     def _record(self, result: StepResult, rate: float, seconds: float) -> StepRecord:
         tokens = self.args.global_batch_size * self.args.seq_length

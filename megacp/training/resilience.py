@@ -58,10 +58,15 @@ class TerminationSignal:
 
     def received(self, group: dist.ProcessGroup | None = None) -> bool:
         """Whether any rank of `group` (None: all ranks) got a signal; one all-reduce of one number, by every rank."""
-        device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
-        flag = torch.tensor(int(self.name is not None), dtype=torch.int32, device=device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        return bool(flag.item())
+        return any_rank(self.name is not None, group)
+
+
+def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether `flag` is true on any rank of `group` (None: all ranks); one all-reduce of one number, by every rank."""
+    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    total = torch.tensor(int(flag), dtype=torch.int32, device=device)
+    dist.all_reduce(total, op=dist.ReduceOp.MAX, group=group)
+    return bool(total.item())
 
 
 def check_finite(loss: float, grad_norm: float, step: int, consumed_samples: int, sample_indices: Sequence[int]) -> None:
