@@ -118,6 +118,6 @@ def test_what_a_page_names_is_there(page):
     known |= {"--standalone", "--nproc-per-node"}  # torchrun's
     flags = set(re.findall(r"--[a-z][a-z0-9-]*", text))
     assert flags - known == set()
-    files = re.findall(r"(?:tools|examples|docs|megacp)/[\w/]+\.\w+|\b\w+\.py\b", text)
+    files = re.findall(r"(?:tools|examples|docs|megacp|tests)/[\w/]+\.\w+|\b\w+\.py\b", text)
     assert files and not [name for name in files if not (ROOT / name).exists() and name not in tools]
     assert page != "README.md" or all(model in text for model in PRESETS)
