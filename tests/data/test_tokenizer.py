@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import unicodedata
 
 import pytest
 import sentencepiece
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, models
 
 from megacp.data.indexed_dataset import DatasetError
 from megacp.data.tokenizer import build_tokenizer
+from megacp.data.tokenizer_huggingface import _COMPOSED
 from tests.data.tokenizers import PRE_TOKENIZERS, byte_level, made_up_ranks, rank_lines, sentencepiece_model
 
 texts = st.text(alphabet=st.sampled_from("ab f(1)\n\n \t\r.'é漢\u0301<|>"), max_size=60)
@@ -93,6 +95,15 @@ class TestHuggingFace:
             (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos, "bos_token": None}))
             tokenizer = build_tokenizer("HuggingFace", str(tmp_path))
             assert (tokenizer.bos, tokenizer.eod) == (None, 0)
+
+    def test_text_that_is_not_normalised_needs_none(self):
+        """The characters that let a text pass unnormalised: composed, and with nothing beside them that composes."""
+        passing = [c for c in map(chr, [*range(0xD800), *range(0xE000, 0x110000)]) if _COMPOSED(c)]
+        assert len(passing) > 30_000 and all(unicodedata.normalize("NFC", c) == c for c in passing)
+        pairs = [unicodedata.decomposition(c).split() for c in map(chr, range(0x110000))]
+        seconds = {chr(int(pair[1], 16)) for pair in pairs if len(pair) == 2 and not pair[0].startswith("<")}
+        jamo = {chr(c) for c in range(0x1100, 0x1200)}
+        assert not (seconds | jamo) & set(passing)
 
     def test_ordinary_words_are_no_special_tokens(self, tmp_path):
         """Qwen's vocabulary has the words "<s>" and "</s>", which begin and end nothing."""
