@@ -30,13 +30,16 @@ from megacp.model.decoder_layer import DecoderLayer
 from megacp.model.layer_context import LayerContext
 from megacp.model.output_head import OutputHead
 
-STATE_BYTES = 4 + 4 + 8  # per parameter, sharded: fp32 master weight, gradient, AdamW's two moments
+STATE_BYTES, GRADIENT_BYTES = 4 + 8, 4  # per parameter, sharded, fp32: master weight and AdamW's two moments; gradient
 META = torch.device("meta")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the memory of a rank depends on besides the plans. `tokens` are the rank's; `kernel` is the attention backend."""
+    """What the memory of a rank depends on besides the plans. `tokens` are the rank's; `kernel` is the attention backend.
+
+    `accumulates`: several micro-batches a step, so that all gradients are there before the last backward begins.
+    """
 
     config: ModelConfig
     schedule: HeadSchedule
@@ -47,6 +50,7 @@ class Job:
     dtype: torch.dtype
     query_chunk: int | None = None
     kernel: str = "fa4"
+    accumulates: bool = False
 
     @property
     def geometry(self) -> Geometry:
@@ -86,27 +90,33 @@ class Prediction:
 def predict(job: Job, plans: list[LayerPlan]) -> Prediction:
     """The peak of a training step whose layer `i` keeps its activations by `plans[i]`.
 
-    It is reached in the backward of a layer, when this and the earlier layers' activations are kept, or in the output head, when all
-    are; or, with few layers, in a forward.
+    It is reached in the backward of a layer, when this and the earlier layers' activations are kept and the later layers' gradients are
+    there, or in the output head, when all activations are; or, with few layers, in a forward.
     """
     config = job.config
-    layer_bytes, itemsize = config.layer_parameters(), job.dtype.itemsize
+    layer_parameters, itemsize = config.layer_parameters(), job.dtype.itemsize
     ends = config.vocab_size * config.hidden_size * (2 if config.untie_embeddings_and_output_weights else 1)
     peaks = {plan: layer_peaks(job, plan) for plan in set(plans)}
+
+    def gradients(later_layers: int) -> int:
+        parameters = config.parameter_count() if job.accumulates else later_layers * layer_parameters
+        return GRADIENT_BYTES * parameters // job.sharding_ranks
+
     kept_before, moments = 0, []
-    for plan in plans:
+    for number, plan in enumerate(plans):
         layer = peaks[plan]
-        moments.append((kept_before, layer.forward))
-        moments.append((kept_before + layer.kept, layer.backward - layer.kept))
+        moments.append((kept_before, layer.forward, gradients(0)))
+        moments.append((kept_before + layer.kept, layer.backward - layer.kept, gradients(len(plans) - 1 - number)))
         kept_before += layer.kept
-    moments.append((kept_before, head_peak(job)))
-    kept, buffers = max(moments, key=sum)
+    moments.append((kept_before, head_peak(job), gradients(0)))
+    kept, buffers, gradient_shards = max(moments, key=sum)
     parts = {
         "states": STATE_BYTES * config.parameter_count() // job.sharding_ranks,
+        "gradients": gradient_shards,
         # FSDP gathers the next layer while one runs; the ends stay, as its root unit or near their use.
-        "gathered weights": (2 * layer_bytes + ends) * itemsize,
+        "gathered weights": (2 * layer_parameters + ends) * itemsize,
         # One layer's gradients on their way: as autograd hands them over, and in fp32 for the reduction.
-        "gradient reduction": layer_bytes * (itemsize + 4),
+        "gradient reduction": layer_parameters * (itemsize + 4),
         "kept activations": kept,
         "buffers": buffers,
     }

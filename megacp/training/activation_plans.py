@@ -30,8 +30,9 @@ def memory_job(
     """What one rank's memory depends on, from the flags."""
     tokens = args.seq_length * args.micro_batch_size // layout.context_parallel_size
     return Job(
-        config, schedule, tokens, layout.world_size, args.mlp_tile_size, args.loss_tile_size, dtype, args.upipe_query_chunk
-    )
+        config, schedule, tokens, layout.world_size, args.mlp_tile_size, args.loss_tile_size, dtype, args.upipe_query_chunk,
+        accumulates=args.global_batch_size > args.micro_batch_size * layout.data_parallel_size,
+    )  # fmt: skip
 
 
 def activation_plans(args: argparse.Namespace, job: Job, device: torch.device) -> list[LayerPlan]:
