@@ -27,14 +27,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from megacp.data.document_tasks import Encoder, Position, TaskReader, encode
+from megacp.data.document_tasks import Encoder, Position, TaskReader, encode, load_tokenizer
 from megacp.data.document_writer import REASONS, DocumentWriter, Limits
 from megacp.data.indexed_dataset import DatasetError, best_dtype
 from megacp.data.manifest import Manifest, describe_tokenizer
 from megacp.data.partial_dataset import PartialDataset
 from megacp.data.raw_documents import ERRORS, Source, find_sources
 from megacp.data.safe_cuts import STRETCH_CHARS
-from megacp.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megacp.data.tokenizer import TOKENIZER_TYPES, Tokenizer
 from megacp.data.workers import map_in_order
 
 CHECKPOINT_SECONDS = 5.0  # the most work that a kill costs
@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     started = time.monotonic()
     try:
-        tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
+        tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model)
         if args.prepend_bos and tokenizer.bos is None:
             raise DatasetError(f"--prepend-bos: {tokenizer} has no begin-of-text token")
         manifest = preprocess(args, tokenizer)

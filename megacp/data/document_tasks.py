@@ -169,7 +169,7 @@ class TaskReader:
             yield chunk
 
 
-_tokenizer = functools.cache(build_tokenizer)  # one per process
+load_tokenizer = functools.cache(build_tokenizer)  # one per process
 
 
 def encode(encoder: Encoder, task: Batch | Part) -> Result:
@@ -196,19 +196,19 @@ def encode(encoder: Encoder, task: Batch | Part) -> Result:
 
 def _encode_text(encoder: Encoder, document: Document, whole: Piece) -> None:
     """Fills in ids, altered and skipped."""
-    tokenizer = _tokenizer(encoder.tokenizer_type, encoder.tokenizer_model)
+    tokenizer = load_tokenizer(encoder.tokenizer_type, encoder.tokenizer_model)
     dtype, ids = best_dtype(tokenizer.vocab_size), []
     try:
         for piece in pieces([whole.text], tokenizer.cuts, limit=encoder.max_stretch_chars, begin=whole):
             encoded = tokenizer.encode_piece(piece.text, piece.first)
-            ids.append(np.array(encoded, dtype=dtype))
+            ids += encoded
             if encoder.check_round_trip and not document.altered:
                 document.altered = _is_altered(encoder, document.name, piece, tokenizer.decode_piece(encoded, piece.first))
     except DatasetError as error:
         if encoder.errors != "skip":
             raise _named(document.name, error) from None
         document.skipped = True
-    document.ids = np.concatenate(ids) if ids else None
+    document.ids = np.array(ids, dtype=dtype)
 
 
 def _is_altered(encoder: Encoder, name: str, piece: Piece, back: str) -> bool:

@@ -16,6 +16,8 @@ from megacp.data import document_tasks, workers
 from megacp.data.indexed_dataset import DatasetError, IndexedDataset
 from megacp.data.manifest import read_manifest
 from megacp.data.partial_dataset import PartialDataset
+from megacp.data.safe_cuts import PIECE_CHARS
+from megacp.data.tokenizer import build_tokenizer
 from megacp.data.verification import verify_dataset
 from tests.data.tokenizers import PRE_TOKENIZERS, byte_level
 from tools import preprocess_data
@@ -26,6 +28,7 @@ EOD = 257
 
 def run(tmp_path, *arguments, inputs):
     """The command on bytes, one worker; the dataset it made."""
+    document_tasks.load_tokenizer.cache_clear()  # a process of its own would load it
     prefix = str(tmp_path / "out/x")
     defaults = ["--output-prefix", prefix, "--tokenizer-type", "Byte", "--workers", "1"]
     preprocess_data.main(["--input", *map(str, inputs), *defaults, *arguments])
@@ -94,7 +97,7 @@ def test_a_long_document_is_shared_by_the_workers(tmp_path, count, kind):
 
 def test_parts_of_a_long_document_are_sent_apart(tmp_path):
     (tmp_path / "a.txt").write_text(LONG)
-    tokenizer = preprocess_data.build_tokenizer("Byte")
+    tokenizer = build_tokenizer("Byte")
     encoder = document_tasks.Encoder("Byte", None, "strict", ("text",), 1000)
     tasks = list(document_tasks.TaskReader(preprocess_data.find_sources([str(tmp_path / "a.txt")]), tokenizer, encoder))
     assert len(tasks) == 1 + -(-len(LONG) // document_tasks.TASK_CHARS)
@@ -194,8 +197,8 @@ def test_a_stretch_without_a_cut_names_document_line_and_byte(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("fine\n" + "x" * 300_000)
     with pytest.raises(SystemExit):
         run(tmp_path, *model, "--max-stretch-chars", "100000", inputs=[tmp_path / "a.txt"])
-    assert "a.txt: line 2, byte 100000: no place in 100,000 characters" in capsys.readouterr().err
-    assert run(tmp_path, *model, "--max-stretch-chars", "200005", inputs=[tmp_path / "a.txt"]).num_documents == 1
+    assert f"a.txt: line 2, byte {PIECE_CHARS}: no place in 100,000 characters" in capsys.readouterr().err
+    assert run(tmp_path, *model, "--max-stretch-chars", str(300_005 - PIECE_CHARS), inputs=[tmp_path / "a.txt"]).num_documents == 1
 
 
 def test_few_documents_in_memory(monkeypatch):
