@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from megacp.data.dataset import BlendedDataset, PlanDataset, SequenceDataset, build_dataset, build_datasets, parse_data_path
-from megacp.data.histogram import draw, fill_histogram, length_histogram, text_table
+from megacp.data.histogram import check_picture, draw, fill_histogram, length_histogram, text_table
 from megacp.data.indexed_dataset import DatasetError, IndexedDataset
 from megacp.data.merge import merge_datasets
 from megacp.data.packing_plan import PackingPlan, is_plan
@@ -31,6 +31,8 @@ PIECE_TOKENS = 24  # shown of each
 
 def stats(args: argparse.Namespace) -> None:
     """Documents, tokens and their lengths; of a plan also how full its sequences are."""
+    if args.histogram:
+        check_picture(args.histogram)
     panels = []
     for path in args.paths:
         if is_plan(path):
@@ -110,7 +112,7 @@ def verify(args: argparse.Namespace) -> int:
     failed = 0
     for path in args.paths:
         try:
-            lines = verify_plan(path) if Path(path).is_dir() else verify_dataset(path, args.vocab_size)
+            lines = verify_plan(path, args.vocab_size) if Path(path).is_dir() else verify_dataset(path, args.vocab_size)
             print("\n  ".join(lines), "\n  good", flush=True)
         except (DatasetError, OSError) as error:
             failed = 1

@@ -31,7 +31,7 @@ import numpy as np
 
 from megacp.data.dataset import PARTS, split_documents
 from megacp.data.document_groups import groups_beside, read_groups
-from megacp.data.histogram import draw, fill_histogram, length_histogram, text_table
+from megacp.data.histogram import check_picture, draw, fill_histogram, length_histogram, text_table
 from megacp.data.indexed_dataset import DatasetError, IndexedDataset
 from megacp.data.manifest import check_tokenizer
 from megacp.data.packing import Accounting, Packing, pack
@@ -80,13 +80,16 @@ def special_ids(args: argparse.Namespace, datasets: list[IndexedDataset]) -> tup
     if args.tokenizer_type or args.tokenizer_model:
         tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
         check_tokenizer(prefixes, tokenizer, args.tokenizer_model)
-        named = {"eod": tokenizer.eod, "bos": tokenizer.bos}
+        named = {"eod": tokenizer.eod, "bos": tokenizer.bos, "vocab_size": tokenizer.vocab_size}
     separator = args.separator
     if separator in ("eod", "bos"):
         if named.get(separator) is None:
             reason = f"the tokenizer has no {separator}" if named else "needs the --tokenizer-model (or --tokenizer-type Byte)"
             raise DatasetError(f"--separator {separator}: {reason}; a token id such as 2 works")
         separator = named[separator]
+    for flag, token in (("separator", separator), ("padding-id", args.padding_id)):
+        if token is not None and "vocab_size" in named and token >= named["vocab_size"]:
+            raise DatasetError(f"--{flag} {token}: the tokenizer has the ids 0 to {named['vocab_size'] - 1}; {named['eod'] or 0} works")
     padding = args.padding_id if args.padding_id is not None else named.get("eod")
     if padding is None:
         padding = next((last_token(indexed) for indexed in datasets if indexed.num_tokens), 0)
@@ -103,6 +106,10 @@ def last_token(indexed: IndexedDataset) -> int:
 def make_plan(args: argparse.Namespace) -> None:
     """Pack and write, unless this very plan is there. Raises DatasetError."""
     started = time.monotonic()
+    if args.histogram:
+        check_picture(args.histogram)
+    if Path(f"{args.output}.idx").exists():
+        raise DatasetError(f"--output {args.output} is the prefix of a dataset, which --data-path would no longer read; name another folder")
     datasets = [IndexedDataset(prefix) for prefix in args.input]
     groups = document_groups(args, datasets)
     separator, padding = special_ids(args, datasets)

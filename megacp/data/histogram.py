@@ -12,9 +12,13 @@ Lengths are counted in powers of two, and the bars show the share of tokens: a f
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from megacp.data.indexed_dataset import DatasetError
+
+PICTURES = (".png", ".svg", ".pdf")
 _BAR = 40  # characters
 
 
@@ -60,6 +64,14 @@ def text_table(bins: list[Bin], heading: str, noun: str = "count") -> list[str]:
         bar = "#" * round(_BAR * one.tokens / most)
         lines.append(f"{one.label:>20}  {one.count:>12,}  {one.tokens:>16,}  {one.tokens / total:6.1%}  {bar}".rstrip())
     return lines
+
+
+def check_picture(path: str) -> None:
+    """Before hours of work: raises DatasetError when `draw` will not be able to write there."""
+    if Path(path).suffix not in PICTURES:
+        raise DatasetError(f"--histogram {path}: expected a name that ends in {', '.join(PICTURES)}")
+    if not Path(path).parent.is_dir():
+        raise DatasetError(f"--histogram {path}: the folder {Path(path).parent} does not exist; make it first")
 
 
 def draw(path: str, title: str, panels: list[tuple[str, str, list[Bin]]]) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from megacp.data.document_groups import groups_beside
 from megacp.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION, DatasetError, IndexedDataset
 from megacp.data.manifest import MANIFEST, Manifest, read_manifest
+from megacp.data.packing_plan import check_output_prefix
 from megacp.data.verification import common_tokenizer, file_sha256
 
 _COPY_BYTES = 1 << 24
@@ -28,6 +29,7 @@ def merge_datasets(prefixes: list[str], output: str, progress: Callable[[str], N
 
     Raises DatasetError naming the file, OSError when the disk is full; then nothing is left.
     """
+    check_output_prefix(output)
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     endings = (".bin", ".groups", MANIFEST, ".idx")
     for path in (Path(f"{output}{ending}") for ending in endings):

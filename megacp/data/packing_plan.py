@@ -25,6 +25,7 @@ import hashlib
 import json
 import os
 import shutil
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,16 @@ _SAMPLED_BLOCKS, _BLOCK_BYTES = 16, 4096  # of .bin, for the fingerprint
 
 def is_plan(path: str | os.PathLike) -> bool:
     return (Path(path) / PLAN_FILE).is_file()
+
+
+def check_output_prefix(prefix: str) -> None:
+    """Raises DatasetError where PREFIX.bin and .idx would not be found again by --data-path PREFIX."""
+    if os.path.basename(prefix) in ("", ".", ".."):
+        raise DatasetError(f"--output-prefix {prefix}: takes a folder and a name, such as {os.path.join(prefix, 'text')}")
+    if prefix.endswith((".bin", ".idx")):
+        raise DatasetError(f"--output-prefix {prefix}: takes the name without the ending: {prefix[:-4]}")
+    if is_plan(prefix):
+        raise DatasetError(f"--output-prefix {prefix} is a packing plan, which --data-path would read instead; name another prefix")
 
 
 def fingerprint(indexed: IndexedDataset) -> str:
@@ -163,9 +174,12 @@ class PackingPlan:
     def _map_array(self, name: str) -> np.ndarray:
         path = self.folder / f"{name}.npy"
         try:
-            return np.asarray(np.load(path, mmap_mode="r"))
-        except (OSError, ValueError) as error:
+            values = np.asarray(np.lib.format.open_memmap(path, mode="r"))
+            if values.dtype != "<i8" or values.ndim != 1:
+                raise ValueError(f"expected a list of int64, found {values.dtype} of shape {values.shape}")
+        except (OSError, ValueError, TypeError, SyntaxError, tokenize.TokenError) as error:  # numpy parses the header as Python
             raise DatasetError(f"{path}: missing or damaged ({error}); pack again with tools/pack_documents.py") from None
+        return values
 
     def _check_shapes(self) -> None:
         sequences, pieces = len(self.filled), len(self.documents)

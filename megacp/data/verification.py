@@ -26,9 +26,13 @@ def verify_dataset(prefix: str, vocab_size: int | None = None) -> list[str]:
         raise DatasetError(
             f"{indexed.bin_path}: token id {low} is negative; the ids are stored in the wrong type; preprocess again"
         )
-    if vocab_size is not None and high >= vocab_size:
-        raise DatasetError(f"{indexed.bin_path}: token id {high} is outside --vocab-size {vocab_size}; {high + 1} or more holds it")
+    _check_vocab_size(str(indexed.bin_path), high, vocab_size)
     return [f"{prefix}: {indexed.num_documents:,} documents ({empty:,} empty), {tokens}", *_verify_manifest(indexed)]
+
+
+def _check_vocab_size(where: str, token: int, vocab_size: int | None) -> None:
+    if vocab_size is not None and token >= vocab_size:
+        raise DatasetError(f"{where}: token id {token} is outside --vocab-size {vocab_size}; {token + 1} or more holds it")
 
 
 def token_range(indexed: IndexedDataset) -> tuple[int, int]:
@@ -69,9 +73,17 @@ def common_tokenizer(prefixes: list[str]) -> dict | None:
     return next((tokenizer for _, tokenizer in made.values()), None)
 
 
-def verify_plan(folder: str) -> list[str]:
-    """Checksums, the datasets, the arrays among each other, and that every token of the documents is there once."""
+def verify_plan(folder: str, vocab_size: int | None = None) -> list[str]:
+    """Checksums, the datasets, the arrays among each other, and that every token of the documents is there once.
+
+    With `vocab_size` also that all ids, of the datasets, the separator and the padding, are below it.
+    """
     plan = PackingPlan(folder)
+    if vocab_size is not None:
+        for indexed in plan.datasets:
+            _check_vocab_size(str(indexed.bin_path), token_range(indexed)[1], vocab_size)
+        for name, token in (("separator", plan.separator), ("padding", plan.padding)):
+            _check_vocab_size(f"{folder}: {name}", -1 if token is None else token, vocab_size)
     for name in ARRAYS:
         path = plan.folder / f"{name}.npy"
         if file_sha256(path) != plan.meta["sha256"][name]:

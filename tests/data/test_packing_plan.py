@@ -128,6 +128,13 @@ def test_a_damaged_plan_is_refused(tmp_path, name):
     np.save(path, np.zeros(1, dtype=np.int64))
     with pytest.raises(DatasetError, match="pack again"):
         PackingPlan(tmp_path / "plan")
+    np.save(path, np.zeros(3, dtype=np.int32))
+    with pytest.raises(DatasetError, match=f"{name}.npy: missing or damaged .*expected a list of int64.*pack again"):
+        PackingPlan(tmp_path / "plan")
+    for place in range(90):  # a byte of the header, which says what the rest is
+        path.write_bytes(whole[:place] + b"\x05" + whole[place + 1 :])
+        with pytest.raises(DatasetError, match="pack again"):
+            PackingPlan(tmp_path / "plan")
     path.unlink()
     with pytest.raises(DatasetError, match=f"{name}.npy: missing"):
         PackingPlan(tmp_path / "plan")

@@ -54,10 +54,35 @@ def test_show_sequence(data, capsys):
 def test_verify(data, capsys):
     assert inspect(capsys, "verify", data / "x", data / "plan", "--vocab-size", 258).count("good") == 2
     printed = inspect(capsys, "verify", data / "x", data / "plan", "--vocab-size", 257, code=1)
-    assert "x: BAD" in printed and "token id 257 is outside --vocab-size 257" in printed and printed.count("good") == 1
+    assert printed.count("BAD") == 2 and printed.count("x.bin: token id 257 is outside --vocab-size 257; 258 or more") == 2
     with open(data / "x.bin", "ab") as file:
         file.write(b"\0\0\0\0")
     assert inspect(capsys, "verify", data / "x", data / "plan", data / "y", code=1).count("BAD") == 2
+
+
+def test_verify_looks_at_the_ids_a_plan_adds(data, capsys):
+    for flag, name in (("--separator", "separator"), ("--padding-id", "padding")):
+        plan = data / name
+        pack_documents.main(["--input", str(data / "x"), "--output", str(plan), "--seq-length", "32", flag, "300"])
+        printed = inspect(capsys, "verify", plan, "--vocab-size", 300, code=1)
+        assert f"{name}: token id 300 is outside --vocab-size 300; 301 or more" in printed
+        assert "good" in inspect(capsys, "verify", plan, "--vocab-size", 301)
+
+
+def test_merge_to_a_name_that_data_path_finds(data, capsys):
+    for prefix, message in (
+        (data / "plan", "is a packing plan, which --data-path would read instead"),
+        (f"{data}/new/", f"takes a folder and a name, such as {data}/new/text"),
+        (data / "all.bin", f"takes the name without the ending: {data}/all"),
+    ):
+        assert message in inspect(capsys, "merge", "--input", data / "x", "--output-prefix", prefix, code=1)
+        assert not list(data.glob("all*")) + list(data.glob("plan.*")) + list(data.glob("new*"))
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_first(data, capsys):
+    assert "x.doc: expected a name that ends in .png, .svg, .pdf" in inspect(
+        capsys, "stats", data / "x", "--histogram", data / "x.doc", code=1
+    )
 
 
 def test_merge(data, capsys):

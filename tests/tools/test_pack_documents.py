@@ -169,6 +169,10 @@ def test_the_same_command_again_and_another_one(tmp_path, capsys):
         (["--drop-shorter-than", "16"], "no sequence to plan; 3 documents with 27 tokens, of which 27 are left out"),
         (["--groups", "a", "b"], "--groups: 2 files for 1 --input"),
         (["--groups", "missing.groups"], "No such file.*missing.groups"),
+        (["--separator", "258", "--tokenizer-type", "Byte"], "--separator 258: the tokenizer has the ids 0 to 257; 257 works"),
+        (["--padding-id", "258", "--tokenizer-type", "Byte"], "--padding-id 258: the tokenizer has the ids 0 to 257; 257 works"),
+        (["--histogram", "x.doc"], "--histogram x.doc: expected a name that ends in .png"),
+        (["--histogram", "nowhere/x.png"], "--histogram nowhere/x.png: the folder nowhere does not exist"),
     ],
 )
 def test_refused(tmp_path, arguments, message):
@@ -176,6 +180,13 @@ def test_refused(tmp_path, arguments, message):
     with pytest.raises(SystemExit, match=f"(?s)pack_documents: .*{message}.*Nothing was written"):
         run(tmp_path, *arguments)
     assert not (tmp_path / "plan").exists()
+
+
+def test_the_output_never_hides_a_dataset(tmp_path):
+    write_dataset(tmp_path / "x", numbered_documents([15, 8, 4]))
+    with pytest.raises(SystemExit, match="x is the prefix of a dataset, which --data-path would no longer read; name another folder"):
+        run(tmp_path, output="x")
+    assert not (tmp_path / "x").exists()
 
 
 def test_launched_by_its_path(tmp_path):
@@ -209,3 +220,10 @@ def test_manifests_tell_the_tokenizer(tmp_path):
         run(tmp_path, inputs=("x", "y", "z"), output="other")
     with pytest.raises(SystemExit, match=r"z was made with Byte tokenizer.model .* is another tokenizer"):
         run(tmp_path, "--tokenizer-type", "Byte", inputs=("z",), output="other")
+
+
+def test_a_separator_outside_the_tokenizer_of_the_manifest(tmp_path):
+    write_dataset(tmp_path / "x", [[5, 6], [7]])
+    write_manifest(tmp_path / "x", ByteTokenizer())
+    with pytest.raises(SystemExit, match="--separator 99999: the tokenizer has the ids 0 to 257; 257 works"):
+        run(tmp_path, "--separator", "99999")
