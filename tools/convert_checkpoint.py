@@ -21,6 +21,7 @@ takes the newest checkpoint of the folder, of any number of ranks, or that of --
 import argparse
 import dataclasses
 import json
+import math
 import re
 import shutil
 import sys
@@ -118,6 +119,8 @@ def size_in_bytes(text: str) -> int:
 
 
 def open_weights(args: argparse.Namespace) -> Weights:
+    if args.iteration is not None and args.source != "megacp":
+        raise ArgumentError(f"--iteration {args.iteration} means nothing with --from {args.source}; --from megacp has iterations")
     if args.source == "hf":
         return HuggingFaceWeights(args.input)
     if args.source == "megacp":
@@ -139,6 +142,11 @@ def extended(config: ModelConfig, args: argparse.Namespace) -> ModelConfig:
         return config
     if not rope_flags:
         raise ArgumentError(f"--extend-context {tokens} needs --rotary-base BASE or --rope-scaling-type yarn")
+    if tokens < config.max_position_embeddings:
+        raise ArgumentError(
+            f"--extend-context {tokens} is less than the {config.max_position_embeddings} tokens of the model; "
+            f"{2 * config.max_position_embeddings} works"
+        )
     # YaRN stretches the context before any other scaling: of Llama 3.1 the 8,192 tokens, not the 131,072.
     original = args.rope_original_max_position_embeddings or (
         scaling.original_max_position_embeddings if scaling else config.max_position_embeddings
@@ -147,6 +155,13 @@ def extended(config: ModelConfig, args: argparse.Namespace) -> ModelConfig:
     if args.rope_scaling_type == "yarn":
         factor = args.rope_scaling_factor or max(1.0, tokens / original)
         flags |= dict(rope_original_max_position_embeddings=original, rope_scaling_factor=factor)
+    if args.rope_scaling_type == "llama3":  # its factor is no ratio of contexts: Llama 3.1 goes from 8,192 to 131,072 with 8
+        if args.rope_scaling_factor is None:
+            raise ArgumentError(
+                f"--rope-scaling-type llama3 needs --rope-scaling-factor: {tokens} tokens over the original {original}; "
+                f"--rope-scaling-factor {max(1, math.ceil(tokens / original))} works"
+            )
+        flags |= dict(rope_original_max_position_embeddings=original)
     flags = argparse.Namespace(**flags)
     check_rope_scaling(flags, config)
     base = args.rotary_base or config.rotary_base
@@ -163,7 +178,10 @@ def write(args: argparse.Namespace, weights: Weights, config: ModelConfig, tenso
     base = read_config(files) if args.hf_files or (files / CONFIG).is_file() else None
     dtypes = {info.dtype for info in tensors.values()}
     described = max(dtypes, key=lambda dtype: dtype.itemsize)
-    values = config_to_hugging_face(config, described, base)
+    try:
+        values = config_to_hugging_face(config, described, base)
+    except PretrainedError as error:
+        raise PretrainedError(f"--hf-files {files}: {error}") from None
 
     def read(name: str) -> Tensor:
         return weights.read(name).to(tensors[name].dtype)

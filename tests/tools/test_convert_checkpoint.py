@@ -154,6 +154,22 @@ def test_yarn_for_a_longer_context(tmp_path, capsys):
     assert (config.rope_scaling, config.max_position_embeddings) == (scaling, 4096)
 
 
+def test_llama3_scaling_stretches_the_models_own_context(tmp_path):
+    save_model(tmp_path / "hf", *MODELS["qwen3"])
+    flags = ["--extend-context", 4096, "--rope-scaling-type", "llama3", "--rope-scaling-factor", 8]
+    theirs = reload(converted("hf", "hf", *flags, input=tmp_path / "hf", output=tmp_path / "long")).config
+    assert (theirs.rope_parameters["original_max_position_embeddings"], theirs.rope_parameters["factor"]) == (512, 8.0)
+
+
+def test_a_config_of_another_model_is_named(tmp_path, capsys):
+    save_model(tmp_path / "hf")
+    save_model(tmp_path / "other", *MODELS["qwen3"])
+    converted("hf", "megacp", input=tmp_path / "hf", output=tmp_path / "ours")
+    flags = ["--hf-files", tmp_path / "other"]
+    converted("megacp", "hf", *flags, expect=2, input=tmp_path / "ours", output=tmp_path / "out")
+    assert f"--hf-files {tmp_path / 'other'}: config.json is of another model" in capsys.readouterr().err
+
+
 def test_a_larger_base_for_a_longer_context(tmp_path):
     save_model(tmp_path / "hf", *MODELS["qwen3"])
     flags = ["--extend-context", 4096, "--rotary-base", 8e7]
@@ -165,6 +181,9 @@ def test_a_larger_base_for_a_longer_context(tmp_path):
     (["--extend-context", 4096], "--extend-context 4096 needs --rotary-base BASE or --rope-scaling-type yarn"),
     (["--rotary-base", 1e6], "--rotary-base changes the context of the model; --extend-context 1048576"),
     (["--extend-context", 4096, "--rope-scaling-type", "yarn", "--rope-low-freq-factor", 2], "--rope-low-freq-factor 2 means nothing"),
+    (["--extend-context", 511, "--rotary-base", 1e6], "511 is less than the 512 tokens of the model; 1024 works"),
+    (["--extend-context", 4096, "--rope-scaling-type", "llama3"], "over the original 64; --rope-scaling-factor 64 works"),
+    (["--iteration", 3], "--iteration 3 means nothing with --from hf"),
 ])  # fmt: skip
 def test_context_flags_that_contradict(tmp_path, capsys, flags, message):
     save_model(tmp_path / "hf")
