@@ -89,7 +89,8 @@ def special_ids(args: argparse.Namespace, datasets: list[IndexedDataset]) -> tup
         separator = named[separator]
     for flag, token in (("separator", separator), ("padding-id", args.padding_id)):
         if token is not None and "vocab_size" in named and token >= named["vocab_size"]:
-            raise DatasetError(f"--{flag} {token}: the tokenizer has the ids 0 to {named['vocab_size'] - 1}; {named['eod'] or 0} works")
+            known = f"the tokenizer has the ids 0 to {named['vocab_size'] - 1}"
+            raise DatasetError(f"--{flag} {token}: {known}; {named['eod'] or 0} works")
     padding = args.padding_id if args.padding_id is not None else named.get("eod")
     if padding is None:
         padding = next((last_token(indexed) for indexed in datasets if indexed.num_tokens), 0)
@@ -109,7 +110,9 @@ def make_plan(args: argparse.Namespace) -> None:
     if args.histogram:
         check_picture(args.histogram)
     if Path(f"{args.output}.idx").exists():
-        raise DatasetError(f"--output {args.output} is the prefix of a dataset, which --data-path would no longer read; name another folder")
+        raise DatasetError(
+            f"--output {args.output} is the prefix of a dataset, which --data-path would no longer read; name another folder"
+        )
     datasets = [IndexedDataset(prefix) for prefix in args.input]
     groups = document_groups(args, datasets)
     separator, padding = special_ids(args, datasets)
