@@ -23,6 +23,7 @@ from pathlib import Path
 import sentencepiece
 
 from megacp.data.indexed_dataset import DatasetError
+from megacp.data.packing_plan import check_output_prefix
 from megacp.data.raw_documents import ERRORS, decode, find_sources, read_documents
 
 LINE_CHARS = 4000  # a longer line is given to the trainer in parts, which would otherwise leave it out
@@ -107,7 +108,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--errors", choices=ERRORS, default="strict", help="a document that is not UTF-8 or JSON: stop, mend or leave out"
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for flag in ("vocab_size", "max_lines"):
+        if getattr(args, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')} {getattr(args, flag)} must be at least 1; {parser.get_default(flag)} works")
+    if not 0 < args.character_coverage <= 1:
+        parser.error(f"--character-coverage {args.character_coverage} must be above 0 and at most 1; 0.9995 works")
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -115,6 +122,9 @@ def main(argv: list[str] | None = None) -> None:
     started = time.monotonic()
     target = Path(f"{args.output_prefix}.model")
     try:
+        check_output_prefix(args.output_prefix)
+        if target.exists():
+            raise DatasetError(f"--output-prefix {args.output_prefix}: {target} exists, and data may need it; name another prefix")
         model = train(args)
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")

@@ -51,6 +51,7 @@ def test_same_model_each_time_for_a_seed(corpus):
     for seed in ("1", "1", "2"):
         train(corpus, "--max-lines", "150", "--seed", seed)  # fewer lines than there are
         models.append((corpus.parent / "out/t.model").read_bytes())
+        (corpus.parent / "out/t.model").unlink()
     assert models[0] == models[1] != models[2]
 
 
@@ -66,6 +67,23 @@ def test_sizes_that_the_text_does_not_support(corpus):
     with pytest.raises(SystemExit, match=r"--vocab-size 200 is too small .* more than \d+ works"):
         train(corpus, "--vocab-size", "200")
     assert not (corpus.parent / "out").exists()
+
+
+def test_a_tokenizer_that_is_there_is_kept(corpus):
+    train(corpus)
+    before = (corpus.parent / "out/t.model").read_bytes()
+    with pytest.raises(SystemExit, match="out/t.model exists, and data may need it; name another prefix"):
+        train(corpus, "--max-lines", "150")
+    assert (corpus.parent / "out/t.model").read_bytes() == before
+    with pytest.raises(SystemExit, match="out/: takes a folder and a name"):
+        train(corpus, "--output-prefix", f"{corpus.parent}/out/")
+
+
+@pytest.mark.parametrize("flag, value", [("--vocab-size", "0"), ("--max-lines", "0"), ("--character-coverage", "99.95")])
+def test_numbers_that_cannot_be(corpus, capsys, flag, value):
+    with pytest.raises(SystemExit):
+        train(corpus, flag, value)
+    assert f"error: {flag} {value} must be" in capsys.readouterr().err
 
 
 def test_bad_input_is_named(corpus):
