@@ -1,0 +1,209 @@
+"""What a job takes and what would still fit, from the flags of training and a number of GPUs; nothing is started.
+
+    args = parse_planned("--model llama3-8b --gpu-memory-gib 80 --activation-memory lean".split(), usage="…")
+    outcome = plan_job(args, gpus=8, seq_length=5242880)
+    outcome.prediction.device_bytes, outcome.problem                   # 42.1e9, None
+    longest_context(args, gpus=8)                                      # tokens: a multiple of --mlp-tile-size x context size
+    fewest_gpus(args, seq_length=5242880)
+
+Flags are checked, heads scheduled, plans chosen and memory counted by what training calls. Budgets are those of one rank.
+Counting takes the longer the more tiles a rank has (seconds at a million tokens, a minute at ten), so searches begin where a line
+through two small jobs says the answer is; what they return was counted itself, and one step more was counted not to fit.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from megacp.argument_checks import ArgumentError
+from megacp.arguments import build_parser, model_config_from_args, resolve_precision, validate_args
+from megacp.context_parallel.head_schedule import build_head_schedule, legal_ulysses_degrees
+from megacp.memory.policy import DISK, HOST, LayerPlan, plan_of
+from megacp.memory.store import planned_bytes
+from megacp.memory.units import GIB
+from megacp.parallel_state import ParallelLayout
+from megacp.planner import Job, Prediction, choose_plans, predict
+from megacp.training.activation_plans import GPU_SHARE, activation_plans, check_budgets, memory_job
+
+ASSUMED_GPU_GIB = 80  # without --gpu-memory-gib: the share of such a GPU that training would plan with
+MOST_GPUS = 4096
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A job with its plans and predicted memory. `problem`: why it does not fit and what would, or None."""
+
+    args: argparse.Namespace
+    job: Job
+    plans: list[LayerPlan]
+    prediction: Prediction
+    problem: str | None
+
+
+def parse_planned(flags: list[str], usage: str) -> argparse.Namespace:
+    """The flags of training; what plans nothing may be left out (data, a disk's directory). Open: length, context size."""
+    parser = build_parser()
+    parser.usage = usage
+    parser.set_defaults(seq_length=None, context_parallel_size=None, gpu_memory_gib=GPU_SHARE * ASSUMED_GPU_GIB)
+    args = parser.parse_args(flags)
+    if not args.data_path and not args.train_data_path:
+        args.mock_data = True
+    if args.disk_memory_gib is not None or args.activation_memory == "disk":
+        args.disk_offload_dir = args.disk_offload_dir or "disk"
+    return args
+
+
+def job_of(args: argparse.Namespace, gpus: int, seq_length: int) -> tuple[argparse.Namespace, Job]:
+    """Checked flags, filled in, and one rank's job. An open context size is the largest that divides the GPUs and fits the heads."""
+    args = copy.copy(args)
+    args.seq_length = seq_length
+    config = model_config_from_args(args)
+    if args.context_parallel_size is None:
+        degrees = legal_ulysses_degrees(config.num_attention_heads, config.num_query_groups)
+        args.context_parallel_size = max(size for size in degrees if gpus % size == 0)
+    validate_args(args, gpus)
+    layout = ParallelLayout(gpus, args.context_parallel_size)
+    heads = config.num_attention_heads, config.num_query_groups, layout.ulysses_degree, args.upipe_heads_per_stage
+    return args, memory_job(args, config, layout, build_head_schedule(*heads), resolve_precision(args, "cuda"))
+
+
+def plan_job(args: argparse.Namespace, gpus: int, seq_length: int) -> Outcome:
+    """Raises ArgumentError for flags that cannot run at all; what runs but does not fit is an outcome with a problem."""
+    args, job = job_of(args, gpus, seq_length)
+    plans, problem = least_plans(args, job), None
+    if predict(job, plans).device_bytes <= args.gpu_memory_gib * GIB:
+        try:
+            plans = activation_plans(args, job, CPU)
+            check_budgets(args, plans, job.geometry)
+        except ArgumentError as error:
+            problem = f"{error}{_larger_host(args, job)}"
+    prediction = predict(job, plans)
+    if prediction.device_bytes > args.gpu_memory_gib * GIB:
+        needed = -(-100 * prediction.device_bytes // GIB) / 100
+        problem = (
+            f"--gpu-memory-gib {args.gpu_memory_gib:g} is less than the {needed:.2f} GiB that one rank takes with --activation-memory "
+            f"{args.activation_memory}{', all activations elsewhere' if args.activation_memory == 'auto' else ''}; {needed:.2f} works"
+        )
+    return Outcome(args, job, plans, prediction, problem)
+
+
+def _larger_host(args: argparse.Namespace, job: Job) -> str:
+    """With auto, the --host-memory-gib that would do."""
+    if args.activation_memory != "auto" or args.host_memory_gib is None:
+        return ""
+    plans = choose_plans(job, int(args.gpu_memory_gib * GIB), None, 0, args.recompute_granularity == "full")
+    return f"; --host-memory-gib {-(-100 * planned_bytes(plans, job.geometry, HOST) // GIB) / 100:.2f} works"
+
+
+def least_plans(args: argparse.Namespace, job: Job) -> list[LayerPlan]:
+    """The plans that take least of the GPU: of auto the last that it tries, else the one that --activation-memory names."""
+    memory = "lean" if args.activation_memory == "auto" else args.activation_memory
+    return [plan_of(memory, args.recompute_granularity)] * job.config.num_layers
+
+
+def fits(args: argparse.Namespace, gpus: int, seq_length: int) -> bool:
+    """Whether a plan is within all budgets; as `plan_job` says, without looking for the fastest when the leanest fits."""
+    args, job = job_of(args, gpus, seq_length)
+    plans = least_plans(args, job)
+    if predict(job, plans).device_bytes > args.gpu_memory_gib * GIB:
+        return False
+    try:
+        check_budgets(args, plans, job.geometry)
+        return True
+    except ArgumentError:
+        return args.activation_memory == "auto" and plan_job(args, gpus, seq_length).problem is None
+
+
+def longest_context(args: argparse.Namespace, gpus: int) -> tuple[int, int]:
+    """The longest --seq-length that fits, and the step between lengths looked at: one MLP tile more on every rank."""
+    step = args.mlp_tile_size * _context_size(args, gpus)
+    job_args, job = job_of(args, gpus, step)
+    ceiling = int(args.gpu_memory_gib * GIB) // (job.unit or 1)  # a rank holds one hidden state of its tokens at least
+    seems_to_fit = _estimate(job_args, job)
+    guess = largest(lambda steps: seems_to_fit(steps * job.tokens), 1, ceiling)
+    found = largest(lambda steps: fits(args, gpus, steps * step), guess, ceiling)
+    if not found:
+        raise ArgumentError(f"not even --seq-length {step} fits: {plan_job(args, gpus, step).problem}")
+    return found * step, step
+
+
+def _context_size(args: argparse.Namespace, gpus: int) -> int:
+    """The context size that `job_of` takes for these GPUs."""
+    if args.context_parallel_size is not None:
+        return args.context_parallel_size
+    config = model_config_from_args(args)
+    return max(c for c in legal_ulysses_degrees(config.num_attention_heads, config.num_query_groups) if gpus % c == 0)
+
+
+def fewest_gpus(args: argparse.Namespace, seq_length: int) -> int:
+    """The smallest of `gpu_counts` on which `seq_length` tokens fit. Raises ArgumentError when none does or no count can run."""
+    candidates, refusal = [], None
+    for count in gpu_counts(args):
+        try:
+            candidates.append((count, *job_of(args, count, seq_length)))
+        except ArgumentError as error:
+            refusal = refusal or error
+    if not candidates:
+        raise refusal
+    guess = next((i for i, (_, filled, job) in enumerate(candidates) if _estimate(filled, job)(job.tokens)), len(candidates))
+    too_few = largest(lambda index: not fits(args, candidates[index - 1][0], seq_length), guess, len(candidates))
+    if too_few == len(candidates):
+        count = candidates[-1][0]
+        raise ArgumentError(f"--seq-length {seq_length} does not fit on {count} GPUs: {plan_job(args, count, seq_length).problem}")
+    return candidates[too_few][0]
+
+
+def gpu_counts(args: argparse.Namespace) -> list[int]:
+    """Numbers of GPUs worth asking about, ascending: the context sizes that fit the heads, and the largest of them doubled on.
+
+    Beyond it more GPUs only share the states further. A given --context-parallel-size: that one, doubled on.
+    """
+    config = model_config_from_args(args)
+    sizes = legal_ulysses_degrees(config.num_attention_heads, config.num_query_groups)
+    counts = [args.context_parallel_size] if args.context_parallel_size else sizes
+    while counts[-1] * 2 <= MOST_GPUS:
+        counts = [*counts, counts[-1] * 2]
+    return counts
+
+
+def _estimate(args: argparse.Namespace, job: Job) -> Callable[[int], bool]:
+    """Whether so many tokens a rank seem to fit: a line through two small jobs. Where a search begins, not where it ends."""
+    plans = least_plans(args, job)
+    grain = max(job.query_chunk or 0, job.tile_size, job.loss_tile_size)
+    near, far = 4 * grain, 8 * grain  # tokens
+    bytes_near, bytes_far = (predict(replace(job, tokens=tokens), plans).device_bytes for tokens in (near, far))
+    budgets = {HOST: args.host_memory_gib, DISK: args.disk_memory_gib if args.disk_offload_dir else 0}
+    room = sum(float("inf") if gib is None else gib * GIB for gib in budgets.values())
+
+    def seems_to_fit(tokens: int) -> bool:
+        geometry = replace(job.geometry, tokens=tokens)
+        on_device = bytes_near + (bytes_far - bytes_near) * (tokens - near) / (far - near)
+        left_over = max(0, sum(planned_bytes(plans, geometry, place) for place in (HOST, DISK)) - room)
+        if left_over and args.activation_memory != "auto":
+            return False
+        return on_device + left_over <= args.gpu_memory_gib * GIB
+
+    return seems_to_fit
+
+
+def largest(holds: Callable[[int], bool], guess: int, ceiling: int) -> int:
+    """The largest number in [1, ceiling] that `holds`, 0 if none; true up to there and false from there on. Asks near `guess` first.
+
+    >>> asked = []
+    >>> largest(lambda n: asked.append(n) or n <= 700, guess=699, ceiling=10**6), asked
+    (700, [699, 700, 702, 701])
+    """
+    low, high, at, stride = 0, ceiling + 1, guess, 1
+    while high - low > 1:
+        if not low < at < high:
+            at = (low + high) // 2
+        if holds(at):
+            low, at = at, at + stride
+        else:
+            high, at = at, at - stride
+        stride *= 2
+    return low

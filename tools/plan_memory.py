@@ -1,0 +1,139 @@
+"""Predict the memory of a training job, and ask what would fit. No GPU is needed and nothing is started.
+
+    python tools/plan_memory.py --model llama3-8b --seq-length 5242880 --gpus 8 --gpu-memory-gib 72 --host-memory-gib 200
+    python tools/plan_memory.py --model llama3-8b --longest --gpus 8 --gpu-memory-gib 72 --activation-memory lean --upipe-query-chunk 65536
+    python tools/plan_memory.py --model qwen3-32b --fewest-gpus --seq-length 5242880 --json
+
+    GPU memory per rank           GiB
+      states                    11.22
+      …
+      total                     39.23   of 72.00: 32.77 to spare
+
+All flags of pretrain_llama.py that change memory count here as there, and the same checks refuse what cannot run. The layer's own
+code is run on PyTorch's meta device and its allocations are counted. Budgets are those of one rank, as in training: a node of 8 GPUs
+and 1 TiB of host memory has 128 GiB a rank, less what the system needs. --gpu-memory-gib is all planned with; what CUDA, NCCL and the
+allocator take comes on top, for which training leaves a tenth of the GPU when the flag is not given (here: of 80 GiB).
+--context-parallel-size is, unless given, the largest that divides the GPUs and fits the heads. There is no word about time: it is
+not known from memory alone. Exits with 1 when the job does not fit.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+
+from megacp.argument_checks import ArgumentError
+from megacp.arguments import COUNT
+from megacp.checkpointing.huggingface_config import PretrainedError
+from megacp.memory.units import GIB
+from megacp.planner import table
+from megacp.training.capacity import Outcome, fewest_gpus, longest_context, parse_planned, plan_job
+
+USAGE = "plan_memory.py [--gpus N] [--longest | --fewest-gpus] [--json] [flags of pretrain_llama.py]"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        usage=USAGE, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--gpus", type=COUNT, metavar="N", help="GPUs of the job")
+    question = parser.add_mutually_exclusive_group()
+    question.add_argument("--longest", action="store_true", help="the longest --seq-length that fits, to one MLP tile a rank")
+    question.add_argument("--fewest-gpus", action="store_true", help="the smallest number of GPUs that --seq-length fits on")
+    parser.add_argument("--json", action="store_true", help="one object for programs; bytes and tokens")
+    asked, flags = parser.parse_known_args(argv)
+    args = parse_planned(flags, USAGE)
+    try:
+        gpus, seq_length, answer = _answer(asked, args)
+        outcome = plan_job(args, gpus, seq_length)
+    except (ArgumentError, PretrainedError) as error:
+        print(f"plan_memory: {error}", file=sys.stderr)
+        return 1
+    if asked.json:
+        print(json.dumps(answer | record(outcome, gpus), indent=2))
+    else:
+        print("\n".join(report(outcome, gpus, answer)))
+    if outcome.problem:
+        print(f"plan_memory: {outcome.problem}", file=sys.stderr)
+    return 1 if outcome.problem else 0
+
+
+def _answer(asked: argparse.Namespace, args: argparse.Namespace) -> tuple[int, int, dict[str, int]]:
+    """GPUs and length of the job to show, and what was searched for by its name in the output."""
+    if asked.fewest_gpus == bool(asked.gpus):
+        reason = "is what --fewest-gpus asks for; without --gpus" if asked.gpus else "is missing; --gpus 8"
+        raise ArgumentError(f"--gpus {f'{asked.gpus} ' if asked.gpus else ''}{reason} works")
+    if asked.longest == bool(args.seq_length):
+        reason = "is what --longest asks for; without --seq-length" if args.seq_length else "is missing; --seq-length 1048576"
+        raise ArgumentError(f"--seq-length {f'{args.seq_length} ' if args.seq_length else ''}{reason} works")
+    if asked.longest:
+        length, step = longest_context(args, asked.gpus)
+        return asked.gpus, length, {"longest_seq_length": length, "step": step}
+    if asked.fewest_gpus:
+        gpus = fewest_gpus(args, args.seq_length)
+        return gpus, args.seq_length, {"fewest_gpus": gpus}
+    return asked.gpus, args.seq_length, {}
+
+
+def report(outcome: Outcome, gpus: int, answer: dict[str, int]) -> list[str]:
+    """Lines for a person; GiB of one rank."""
+    args, job, prediction = outcome.args, outcome.job, outcome.prediction
+    schedule = job.schedule
+    lines = []
+    if "longest_seq_length" in answer:
+        lines += [f"longest context: {answer['longest_seq_length']:,} tokens; {answer['step']:,} more do not fit", ""]
+    if "fewest_gpus" in answer:
+        lines += [f"fewest GPUs: {gpus}", ""]
+    chunk = f", query chunks of {job.query_chunk:,}" if job.query_chunk else ""
+    lines += [
+        f"{job.config.name}, {args.seq_length:,} tokens on {gpus} GPUs: context {args.context_parallel_size} x data "
+        f"{gpus // args.context_parallel_size}, {job.tokens:,} tokens a rank; {schedule.heads_per_stage} of {schedule.num_heads} heads "
+        f"a stage{chunk}, MLP tiles of {job.tile_size:,}",
+        "",
+        f"{'GPU memory per rank':22}{'GiB':>10}",
+        *(f"  {name:20}{bytes_ / GIB:10.2f}" for name, bytes_ in prediction.parts.items()),
+        _total("total", prediction.device_bytes, args.gpu_memory_gib),
+        "",
+        f"{'elsewhere, per rank':22}{'GiB':>10}",
+        _total("host", prediction.host_bytes, args.host_memory_gib),
+        _total("disk", prediction.disk_bytes, args.disk_memory_gib),
+        "",
+        f"plan: --activation-memory {args.activation_memory} --recompute-granularity {args.recompute_granularity}",
+        *(f"  {line}" for line in table(outcome.plans)),
+    ]
+    return lines
+
+
+def _total(name: str, bytes_: int, budget: float | None) -> str:
+    line = f"  {name:20}{bytes_ / GIB:10.2f}"
+    if budget is None:
+        return line
+    left = budget - bytes_ / GIB
+    return f"{line}   of {budget:.2f}: {f'{left:.2f} to spare' if left >= 0 else f'{-left:.2f} too much'}"
+
+
+def record(outcome: Outcome, gpus: int) -> dict:
+    """The same for programs; bytes of one rank. `plans` has one a layer."""
+    args, job, prediction = outcome.args, outcome.job, outcome.prediction
+    return {
+        "model": job.config.name,
+        "seq_length": args.seq_length,
+        "gpus": gpus,
+        "context_parallel_size": args.context_parallel_size,
+        "upipe_heads_per_stage": job.schedule.heads_per_stage,
+        "upipe_query_chunk": job.query_chunk,
+        "mlp_tile_size": job.tile_size,
+        "tokens_per_rank": job.tokens,
+        "unit_bytes": job.unit,
+        "gpu_parts_bytes": prediction.parts,
+        "gpu_bytes": prediction.device_bytes,
+        "host_bytes": prediction.host_bytes,
+        "disk_bytes": prediction.disk_bytes,
+        "budgets_gib": {name: getattr(args, f"{name}_memory_gib") for name in ("gpu", "host", "disk")},
+        "plans": [dataclasses.asdict(plan) for plan in outcome.plans],
+        "problem": outcome.problem,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
