@@ -5,7 +5,7 @@ import random
 
 import pytest
 import sentencepiece
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -24,7 +24,7 @@ from tests.data.tokenizers import (
 # What decides where tokens end: line feeds, blanks of all kinds, digits, contractions, marks that combine, letters without
 # blanks, signs of several characters, special and added tokens; and words, so that merges happen.
 FRAGMENTS = [
-    *"ab1.,'\n\r\t 漢。，é/<|>_-(\u0301\u200d😀\u00a0\u3000\u2028\u2581ａ½ſ가\u1161\u0903", "  ", "   ", "\n\n", "\r\n", "  \n", "👍🏽", "the", " of", "'s", "'LL",
+    *"ab1.,'\n\r\t 漢。，é/<|>_-(\u0301\u200d😀\u00a0\u3000\u2028\u2581ａ½ſ가\u1161\u0903", "  ", "   ", "\n\n", "\r\n", "  \n", "👍🏽", "the", " of", "'s", "'LL", " it's", "!\n/",
     "return", "def f(x):", "012345", "====", "!/", "<think>", "</s>", "<|eot_id|>", "한국", "你好", "e\u0301", "Ab",
 ]  # fmt: skip
 runs = st.builds(lambda fragment, times: fragment * times, st.sampled_from(FRAGMENTS), st.integers(1, 12))
@@ -100,6 +100,9 @@ def small_byte_level(request, tmp_path_factory):
 
 @settings(max_examples=120, deadline=None)
 @given(text=texts)
+@example(text=" it's")  # one token for GPT-4o
+@example(text="!\n/")
+@example(text="a\n\nb")  # GPT-2 sees two tokens in the white space
 def test_byte_level(small_byte_level, text):
     check(small_byte_level.tokenizer, small_byte_level.whole, text)
 
@@ -208,16 +211,21 @@ LETTERS_END = byte_level_cuts(line_ends=False)
 
 
 class TestPieces:
+    @pytest.mark.parametrize("cuts", [LETTERS_END, space_cuts(["\u2581a"])], ids=["byte level", "spaces"])
     @given(text=texts, piece_chars=st.integers(1, 20), sizes=st.lists(st.integers(1, 30), max_size=20))
-    def test_chunks_of_any_size_give_the_same_pieces(self, text, piece_chars, sizes):
+    def test_chunks_of_any_size_give_the_same_pieces(self, cuts, text, piece_chars, sizes):
         chunks, begin = [], 0
         for size in sizes:
             chunks.append(text[begin : begin + size])
             begin += size
         chunks.append(text[begin:])
-        found = list(pieces(chunks, LETTERS_END, piece_chars))
-        assert [piece.text for piece in found] == [piece.text for piece in pieces([text], LETTERS_END, piece_chars)]
-        assert "".join(piece.text for piece in found) == text and all(len(piece.text) >= piece_chars for piece in found[:-1])
+        found = list(pieces(chunks, cuts, piece_chars))
+        assert found == list(pieces([text], cuts, piece_chars)) and all(len(piece.text) >= piece_chars for piece in found[:-1])
+        assert cuts is not LETTERS_END or "".join(piece.text for piece in found) == text
+
+    def test_a_cut_at_the_end_of_a_chunk_waits_for_the_next(self):
+        for cuts in (LETTERS_END, space_cuts(["\u2581a"])):
+            assert list(pieces("a b c d", cuts, 1)) == list(pieces(["a b c d"], cuts, 1))
 
     @given(text=texts)
     def test_place_of_each_piece(self, text):

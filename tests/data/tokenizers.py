@@ -11,7 +11,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from megacp.data.split_patterns import GPT2, GPT4O, LLAMA3, QWEN, QWEN_MARKS, TEKKEN
 
-CORPUS = [f"def f{i}(x):\n    # the {i}th case\n    if x > {i}:\n\treturn  x * {i}\n\n\n" for i in range(60)]
+# Code, with what tokens of GPT-4o hold together: "it's", and "!\n/".
+CORPUS = [f"def f{i}(x):\n    # it's the {i}th case!\n/if x > {i}:\n\treturn  x * {i}\n\n\n" for i in range(60)]
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")
 
 
@@ -50,7 +51,7 @@ def byte_level(pre_tokenizer, special=SPECIAL, model=None):
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if model is None:
-        trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=list(special), show_progress=False, initial_alphabet=alphabet)
+        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=list(special), show_progress=False, initial_alphabet=alphabet)
         tokenizer.train_from_iterator(CORPUS, trainer)
     else:
         tokenizer.add_special_tokens(list(special))
