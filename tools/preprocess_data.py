@@ -30,14 +30,16 @@ from tqdm import tqdm
 from megacp.data.document_tasks import Encoder, Position, TaskReader, encode, load_tokenizer
 from megacp.data.document_writer import REASONS, DocumentWriter, Limits
 from megacp.data.indexed_dataset import DatasetError, best_dtype
-from megacp.data.manifest import Manifest, describe_tokenizer
+from megacp.data.manifest import MANIFEST, Manifest, describe_tokenizer
+from megacp.data.packing_plan import check_output_prefix
 from megacp.data.partial_dataset import PartialDataset
-from megacp.data.raw_documents import ERRORS, Source, find_sources
+from megacp.data.raw_documents import ERRORS, STDIN, Source, find_sources
 from megacp.data.safe_cuts import STRETCH_CHARS
 from megacp.data.tokenizer import TOKENIZER_TYPES, Tokenizer
 from megacp.data.workers import map_in_order
 
 CHECKPOINT_SECONDS = 5.0  # the most work that a kill costs
+OUTPUT_NAMES = (".bin", ".idx", ".groups", MANIFEST, "journal.jsonl")  # endings of what is written; the last is in PREFIX.partial
 PROGRESS_SECONDS = 5.0  # between lines where there is no terminal to draw a bar on
 
 
@@ -92,8 +94,9 @@ def options_of(args: argparse.Namespace, tokenizer: Tokenizer) -> dict:
 
 def preprocess(args: argparse.Namespace, tokenizer: Tokenizer) -> Manifest:
     """Write the dataset. Raises DatasetError or OSError; then what is done stays in PREFIX.partial."""
+    check_output_prefix(args.output_prefix)
+    check_apart(args)
     sources = find_sources(args.input, args.extensions, args.stdin_format)
-    Path(args.output_prefix).parent.mkdir(parents=True, exist_ok=True)
     options = options_of(args, tokenizer)
     with PartialDataset(args.output_prefix, best_dtype(tokenizer.vocab_size), options, args.restart) as partial:
         if partial.is_complete:
@@ -116,6 +119,7 @@ def preprocess(args: argparse.Namespace, tokenizer: Tokenizer) -> Manifest:
         run(reader, functools.partial(encode, encoder), writer, partial, args.workers)
         counts = dict(writer.counts)
         if not counts["documents"]:
+            partial.discard()
             left_out = ", ".join(f"{counts[reason]} {reason.replace('_', ' ')}" for reason in REASONS)
             raise DatasetError(f"--input {' '.join(args.input)}: no document is left ({left_out})")
         inputs = [record for checkpoint in partial.records for record in checkpoint["finished"]]
@@ -123,6 +127,19 @@ def preprocess(args: argparse.Namespace, tokenizer: Tokenizer) -> Manifest:
         return partial.publish(
             Manifest(described, {**options, "errors": args.errors}, inputs, counts, writer.skipped_names), args.write_groups
         )
+
+
+def check_apart(args: argparse.Namespace) -> None:
+    """Raises DatasetError when a folder of --input would be read together with what is written into it."""
+    output = Path(args.output_prefix).resolve()
+    for name in args.input:
+        inside = name != STDIN and Path(name).is_dir() and Path(name).resolve() in output.parents
+        if inside and (args.extensions is None or any(own.endswith(tuple(args.extensions)) for own in OUTPUT_NAMES)):
+            beside = Path(name).resolve().parent / f"{Path(name).resolve().name}-tokens" / output.name
+            raise DatasetError(
+                f"--output-prefix {args.output_prefix} is inside --input {name}, where a second run would read it as text; "
+                f"{beside} works"
+            )
 
 
 def check_finished(finished: list[dict], sources: list[Source]) -> None:

@@ -35,8 +35,11 @@ class PartialDataset(IndexedDatasetBuilder):
 
     def __init__(self, prefix: str, dtype: np.dtype, options: dict, restart: bool = False):
         self.folder = Path(f"{prefix}.partial")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.folder / "lock", "w")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.folder / "lock", "w")
+        except OSError as error:
+            raise DatasetError(f"--output-prefix {prefix}: cannot be written ({error}); a folder of your own works") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -124,6 +127,10 @@ class PartialDataset(IndexedDatasetBuilder):
         flush_to_disk(self._journal)
         self.records.append(record)
         self.last = record
+
+    def discard(self) -> None:
+        """Nothing here is of use to a later run."""
+        self._done = True
 
     def publish(self, manifest: Manifest | None = None, groups: bool = False) -> Manifest:
         """The dataset under its names. `manifest` lacks the output's part; None where an earlier run was killed while publishing."""

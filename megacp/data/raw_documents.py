@@ -62,8 +62,11 @@ def find_sources(inputs: list[str], extensions: list[str] | None = None, stdin_k
             found = _files_below(path)
             chosen = [file for file in found if extensions is None or file.name.endswith(tuple(extensions))]
             if not chosen:
-                wanted = f" that ends in {', '.join(extensions)} (--extensions)" if extensions else ""
-                raise DatasetError(f"--input {name}: none of the {len(found)} files in this folder{wanted} can be read")
+                if not found:
+                    raise DatasetError(f"--input {name}: there is no file in this folder; names that begin with a dot are left out")
+                raise DatasetError(
+                    f"--input {name}: none of the {len(found)} files in this folder ends in {', '.join(extensions)} (--extensions)"
+                )
             sources += [_source(file) for file in chosen]
         elif path.exists():
             sources.append(_source(path))
@@ -193,7 +196,8 @@ def json_fields(name: str, line: str | bytes) -> dict:
     except (ValueError, RecursionError) as error:
         raise DatasetError(f"{name}: not a line of JSON ({error}); mend it, or take --errors skip") from None
     if not isinstance(fields, dict):
-        raise DatasetError(f'{name}: expected an object such as {{"text": "..."}}, found {type(fields).__name__}')
+        found = type(fields).__name__
+        raise DatasetError(f'{name}: expected an object such as {{"text": "..."}}, found {found}; --errors skip leaves it out')
     return fields
 
 
@@ -206,8 +210,13 @@ def _without_halves(name: str, text: str, errors: str) -> str:
     """JSON can spell half of a surrogate pair, "\\ud83d", which no UTF-8 can hold."""
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError:
-        return _to_text(name, text.encode("utf-8", errors="surrogatepass"), errors)
+    except UnicodeEncodeError as error:
+        if errors != "replace":
+            raise DatasetError(
+                f"{name}: \\u{ord(text[error.start]):04x} is half of a surrogate pair, which is no text; mend the line, or take "
+                "--errors replace or --errors skip"
+            ) from None
+        return text.encode("utf-8", errors="surrogatepass").decode("utf-8", errors="replace")
     return text
 
 

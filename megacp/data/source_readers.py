@@ -6,6 +6,7 @@ with open_source(Source("pages.jsonl.gz", "jsonl", ".gz")) as reader:
     reader.stored_bytes()    how much of the file on disk is behind, for a progress bar
 """
 
+import codecs
 import gzip
 import hashlib
 import io
@@ -88,6 +89,8 @@ class LinesReader(_StreamReader):
     def __iter__(self) -> Iterator[RawDocument]:
         while line := self._read(self._stream.readline, -1):
             self._number += 1
+            if self._number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)  # as Windows writes it
             yield RawDocument(f"{self.name}:{self._number}", line, is_json=True)
 
 
@@ -159,7 +162,10 @@ def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _decompressed(name: str, raw, compression: str):
-    """A buffered stream of what is in the file."""
+    """A buffered stream of what is in the file. Raises DatasetError for one of no bytes: even nothing, compressed, has a header."""
+    if compression and not raw.peek(1):
+        raw.close()
+        raise DatasetError(f"{name}: the file is empty, so it is not a whole {compression} file; fetch it again, or remove it")
     if compression == ".gz":
         return gzip.open(raw, "rb")
     if compression == ".zst":

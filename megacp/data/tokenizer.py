@@ -83,6 +83,10 @@ def build_tokenizer(tokenizer_type: str | None, tokenizer_model: str | None = No
     if tokenizer_type is not None and tokenizer_type not in TOKENIZER_TYPES:
         raise DatasetError(f"--tokenizer-type {tokenizer_type} is none of {', '.join(TOKENIZER_TYPES)}")
     if tokenizer_type == "Byte":
+        if tokenizer_model is not None:
+            raise DatasetError(
+                f"--tokenizer-model {tokenizer_model} contradicts --tokenizer-type Byte, which has no model; one of them works"
+            )
         return ByteTokenizer()
     if tokenizer_model is None:
         given = f"--tokenizer-type {tokenizer_type} needs" if tokenizer_type else "no --tokenizer-type Byte, and no"

@@ -45,10 +45,10 @@ def test_files_folders_and_json_lines_in_order(tmp_path):
 def test_no_input(tmp_path):
     with pytest.raises(DatasetError, match="--input .*absent does not exist; it takes text, .jsonl and .parquet"):
         find_sources([str(tmp_path / "absent")])
-    with pytest.raises(DatasetError, match="none of the 0 files"):
+    with pytest.raises(DatasetError, match="there is no file in this folder"):
         find_sources([str(tmp_path)])
     (tmp_path / "x.txt").write_text("x")
-    with pytest.raises(DatasetError, match=r"none of the 1 files in this folder that ends in .py, .md \(--extensions\)"):
+    with pytest.raises(DatasetError, match=r"none of the 1 files in this folder ends in .py, .md \(--extensions\)"):
         find_sources([str(tmp_path)], [".py", ".md"])
 
 
@@ -72,7 +72,7 @@ def test_invalid_utf8_names_file_and_byte(tmp_path):
         ),
         (b'{"text": null}', r"x\.jsonl:2: expected text under the key 'text' .* it is null"),
         (b'{"text": "\xff"}', r"x\.jsonl:2: byte 0xff at offset 10 is not UTF-8"),
-        (b'{"text": "half \\ud83d"}', r"x\.jsonl:2: byte 0xed at offset 5 is not UTF-8"),
+        (b'{"text": "half \\ud83d"}', r"x\.jsonl:2: \\ud83d is half of a surrogate pair, .*--errors replace"),
     ],
     ids=["cut off", "too deep", "list", "other keys", "null", "invalid UTF-8", "half a surrogate pair"],
 )
