@@ -17,6 +17,7 @@ the same to the byte. At the end PREFIX.bin, PREFIX.idx and PREFIX.manifest.json
 
 import argparse
 import functools
+import json
 import os
 import signal
 import sys
@@ -30,7 +31,7 @@ from tqdm import tqdm
 from megacp.data.document_tasks import Encoder, Position, TaskReader, encode, load_tokenizer
 from megacp.data.document_writer import REASONS, DocumentWriter, Limits
 from megacp.data.indexed_dataset import DatasetError, best_dtype
-from megacp.data.manifest import MANIFEST, Manifest, describe_tokenizer
+from megacp.data.manifest import MANIFEST, Manifest, describe_tokenizer, read_manifest
 from megacp.data.packing_plan import check_output_prefix
 from megacp.data.partial_dataset import PartialDataset
 from megacp.data.raw_documents import ERRORS, STDIN, Source, find_sources
@@ -98,6 +99,8 @@ def preprocess(args: argparse.Namespace, tokenizer: Tokenizer) -> Manifest:
     check_apart(args)
     sources = find_sources(args.input, args.extensions, args.stdin_format)
     options = options_of(args, tokenizer)
+    if not args.restart:
+        check_same_dataset(args.output_prefix, options, sources)
     with PartialDataset(args.output_prefix, best_dtype(tokenizer.vocab_size), options, args.restart) as partial:
         if partial.is_complete:
             return partial.publish()
@@ -140,6 +143,28 @@ def check_apart(args: argparse.Namespace) -> None:
                 f"--output-prefix {args.output_prefix} is inside --input {name}, where a second run would read it as text; "
                 f"{beside} works"
             )
+
+
+def check_same_dataset(prefix: str, options: dict, sources: list[Source]) -> None:
+    """Raises DatasetError where the name is that of a finished dataset of other inputs or options, or of unknown ones."""
+    if not Path(f"{prefix}.idx").exists() or Path(f"{prefix}.partial").exists():  # with .partial the journal has the options
+        return
+    try:
+        made = read_manifest(prefix)
+    except DatasetError:  # a damaged one tells as little as none
+        made = None
+    wanted = json.loads(json.dumps(options))
+    if made is None:
+        other = ["no manifest tells what it is made of"]
+    else:
+        other = [f"{name} was {made.options.get(name)}" for name, value in wanted.items() if made.options.get(name) != value]
+        if [record["path"] for record in made.inputs] != [source.path for source in sources]:
+            other.append("it was made of other inputs")
+    if other:
+        raise DatasetError(
+            f"--output-prefix {prefix}: {prefix}.bin and .idx are another dataset ({other[0]}); name another prefix, or "
+            "--restart to replace it"
+        )
 
 
 def check_finished(finished: list[dict], sources: list[Source]) -> None:
@@ -232,7 +257,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="also PREFIX.groups, a line a document: its path, or the fields of its JSON line",
     )
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes that tokenize (default: the CPUs)")
-    add("--restart", action="store_true", help="throw away what an interrupted run left in PREFIX.partial")
+    add("--restart", action="store_true",
+        help="throw away what an interrupted run left in PREFIX.partial, and replace another dataset of this name")
     args = parser.parse_args(argv)
     for flag, least in (("workers", 1), ("max_stretch_chars", 1), ("min_tokens", 0), ("max_tokens", 1)):
         value = getattr(args, flag)

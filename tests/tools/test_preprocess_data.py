@@ -115,7 +115,7 @@ def test_standard_input(tmp_path, monkeypatch):
 class TestFilters:
     def counts(self, tmp_path, *flags, texts):
         (tmp_path / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        dataset = run(tmp_path, "--append-eod", *flags, inputs=[tmp_path / "c.jsonl"])
+        dataset = run(tmp_path, "--append-eod", "--restart", *flags, inputs=[tmp_path / "c.jsonl"])
         counts = read_manifest(str(tmp_path / "out/x")).counts
         return [bytes(ids[:-1]).decode() for ids in documents_of(dataset)], {key: value for key, value in counts.items() if value}
 
@@ -149,7 +149,7 @@ def test_groups(tmp_path):
     assert groups[0] == f"{tmp_path}/in/a.txt" and [json.loads(line) for line in groups[1:]] == [
         {"site": "é.org", "n": 1}, {"site": "b.org"},
     ]  # fmt: skip
-    run(tmp_path, inputs=[tmp_path / "in"])
+    run(tmp_path, "--restart", inputs=[tmp_path / "in"])
     assert not (tmp_path / "out/x.groups").exists()  # it was another dataset's
 
 
@@ -188,7 +188,7 @@ class TestRoundTrip:
         assert self.run(tmp_path, "--check-round-trip", "--errors", "replace").num_documents == 2
         assert "1 documents kept that the tokenizer does not give back" in capsys.readouterr().out
         assert self.run(tmp_path, "--check-round-trip", "--errors", "skip").num_documents == 1
-        assert self.run(tmp_path).num_documents == 2
+        assert self.run(tmp_path, "--restart").num_documents == 2
 
 
 def test_a_stretch_without_a_cut_names_document_line_and_byte(tmp_path, capsys):

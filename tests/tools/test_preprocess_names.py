@@ -5,6 +5,7 @@ import os
 import pytest
 
 from megacp.data.indexed_dataset import IndexedDataset
+from megacp.data.manifest import MANIFEST
 from tools import preprocess_data
 
 
@@ -27,6 +28,21 @@ def refused(capsys, *arguments):
     with pytest.raises(SystemExit):
         run(*arguments)
     return capsys.readouterr().err
+
+
+def test_another_dataset_of_the_name_is_kept(text, tmp_path, capsys):
+    prefix = tmp_path / "x"
+    whole = run(text, prefix).bin_path.read_bytes()
+    assert run(text, prefix).bin_path.read_bytes() == whole  # the same command again: the same dataset
+    printed = refused(capsys, text, prefix, "--append-eod")
+    assert "another dataset (append_eod was False); name another prefix, or --restart" in printed
+    assert "another dataset (it was made of other inputs)" in refused(capsys, text / "a.txt", prefix)
+    (tmp_path / f"x{MANIFEST}").write_text("{")
+    assert "another dataset (no manifest tells what it is made of)" in refused(capsys, text, prefix)
+    os.remove(f"{prefix}{MANIFEST}")  # as Megatron's datasets
+    assert "another dataset (no manifest tells what it is made of)" in refused(capsys, text, prefix)
+    assert (tmp_path / "x.bin").read_bytes() == whole and not (tmp_path / "x.partial").exists()
+    assert run(text, prefix, "--append-eod", "--restart").num_tokens == 8
 
 
 def test_a_prefix_inside_the_input_is_refused(text, capsys):

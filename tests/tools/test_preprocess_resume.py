@@ -37,10 +37,10 @@ def inputs_in(folder, long_words=250_000):
     return folder
 
 
-def preprocess(folder, prefix, checkpoint_seconds=0.0):
+def preprocess(folder, prefix, checkpoint_seconds=0.0, *flags):
     document_tasks.TASK_BYTES = 2000
     preprocess_data.CHECKPOINT_SECONDS = checkpoint_seconds
-    preprocess_data.main(["--input", str(folder), "--output-prefix", str(prefix), *FLAGS, "--workers", "1"])
+    preprocess_data.main(["--input", str(folder), "--output-prefix", str(prefix), *FLAGS, *flags, "--workers", "1"])
 
 
 def forked(function, *arguments):
@@ -129,7 +129,7 @@ def test_killed_at_every_step_of_the_end(tmp_path):
 def killed_in_publish(number, inputs, prefix):
     publish = PartialDataset.publish
     PartialDataset.publish = lambda *args: killed_at(number, publish_and_keep, publish, *args) or publish_and_keep.manifest
-    preprocess(inputs, prefix, 60.0)
+    preprocess(inputs, prefix, 60.0, "--restart")
 
 
 def publish_and_keep(publish, *args):
