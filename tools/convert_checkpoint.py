@@ -101,7 +101,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--hf-files", type=Path, metavar="DIR",
         help="where config.json, tokenizer and generation config come from (default: the input's own)")  # fmt: skip
     add("--extend-context", type=COUNT, metavar="TOKENS",
-        help="context of the model written, with --rotary-base or --rope-scaling-type; yarn's factor follows from it")  # fmt: skip
+        help="context of the model written, with --rotary-base or --rope-scaling-type, whose original context is the model's own; "
+             "yarn's factor follows from it")  # fmt: skip
     add_rope_flags(parser)
     return parser
 
