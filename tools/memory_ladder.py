@@ -2,10 +2,10 @@
 
     python tools/memory_ladder.py --model llama3-8b --seq-length 1048576 --gpus 8 --gpu-memory-gib 80 --output ladder.png
 
-    rung                    how      states  …  total GiB  host GiB
-    baseline                formula   89.7  …      8130.8      0.0
+    GiB of one rank          how        states  …     total      host
+    baseline                 formula      89.7  …    6605.2       0.0
     …
-    + query chunks          counted   11.2  …        22.9     66.5
+    + query chunks           counted      11.2  …      22.3      65.5
 
 All figures are GiB of one rank at its peak; none is measured. `counted`: megacp's own layer and head run on PyTorch's meta device and
 their allocations are counted, as `tools/plan_memory.py` does. `formula`: nobody wants to train so, and megacp has no such code:
@@ -147,13 +147,14 @@ def draw(rungs: list[Rung], title: str, budget_gib: float, output: str) -> None:
             before = list(COLORS)[: list(COLORS).index(part)]
             starts = [sum(rung.parts.get(other, 0) for other in before) / GIB for rung in rungs]
             right.barh(rows, widths, left=starts, color=color, height=0.6, label=part)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 2}
     for row, rung in zip(rows, rungs):
         on_host = f"  + {rung.host_bytes / GIB:,.0f} on the host" if rung.host_bytes else ""
-        if rung.total / GIB > end:
-            text, place, align, box = f"{rung.total / GIB:,.0f} →{on_host}", 0.99 * end, "right", {"facecolor": "white", "edgecolor": "none", "pad": 2}
+        total = rung.total / GIB
+        if total > end:
+            right.text(0.99 * end, row, f"{total:,.0f} →{on_host}", va="center", ha="right", fontsize=9, bbox=box)
         else:
-            text, place, align, box = f"{rung.total / GIB:,.1f}{on_host}", rung.total / GIB + end / 100, "left", None
-        right.text(place, row, text, va="center", ha=align, fontsize=9, bbox=box)
+            right.text(total + end / 100, row, f"{total:,.1f}{on_host}", va="center", fontsize=9, bbox=box)
     right.axvline(budget_gib, color="black", linestyle="--", linewidth=1)
     right.text(budget_gib, -0.75, f"{budget_gib:g} GiB", ha="center", va="bottom", fontsize=9)
     right.set_xlim(0, end)
@@ -182,7 +183,8 @@ def main(argv: list[str] | None = None) -> int:
         filled, job = job_of(args, asked.gpus, args.seq_length)
         rungs = ladder(job)
         print("\n".join(text_table(rungs)))
-        title = f"{job.config.name}, {args.seq_length:,} tokens on {asked.gpus} GPUs (context {filled.context_parallel_size}): predicted peak of one rank"
+        layout = f"{asked.gpus} GPUs (context {filled.context_parallel_size})"
+        title = f"{job.config.name}, {args.seq_length:,} tokens on {layout}: predicted peak of one rank"
         draw(rungs, title, args.gpu_memory_gib, asked.output)
     except (ArgumentError, PretrainedError, OSError) as error:
         print(f"memory_ladder: {error}", file=sys.stderr)

@@ -10,7 +10,8 @@
       total                     39.23   of 72.00: 32.77 to spare
 
 All flags of pretrain_llama.py that change memory count here as there, and the same checks refuse what cannot run. The layer's own
-code is run on PyTorch's meta device and its allocations are counted. Budgets are those of one rank, as in training: a node of 8 GPUs
+code is run on PyTorch's meta device and its allocations are counted; a sequence is one document, which takes most (of 2^31 / head dim
+tokens and more the GPU kernels refuse one: 16.7 million at 128). Budgets are those of one rank, as in training: a node of 8 GPUs
 and 1 TiB of host memory has 128 GiB a rank, less what the system needs. --gpu-memory-gib is all planned with; what CUDA, NCCL and the
 allocator take comes on top, for which training leaves a tenth of the GPU when the flag is not given (here: of 80 GiB).
 --context-parallel-size is, unless given, the largest that divides the GPUs and fits the heads. There is no word about time: it is

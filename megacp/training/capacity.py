@@ -62,13 +62,18 @@ def job_of(args: argparse.Namespace, gpus: int, seq_length: int) -> tuple[argpar
     args = copy.copy(args)
     args.seq_length = seq_length
     config = model_config_from_args(args)
-    if args.context_parallel_size is None:
-        degrees = legal_ulysses_degrees(config.num_attention_heads, config.num_query_groups)
-        args.context_parallel_size = max(size for size in degrees if gpus % size == 0)
+    args.context_parallel_size = _context_size(args, gpus)
     validate_args(args, gpus)
     layout = ParallelLayout(gpus, args.context_parallel_size)
     heads = config.num_attention_heads, config.num_query_groups, layout.ulysses_degree, args.upipe_heads_per_stage
     return args, memory_job(args, config, layout, build_head_schedule(*heads), resolve_precision(args, "cuda"))
+
+
+def _context_size(args: argparse.Namespace, gpus: int) -> int:
+    if args.context_parallel_size is not None:
+        return args.context_parallel_size
+    config = model_config_from_args(args)
+    return max(size for size in legal_ulysses_degrees(config.num_attention_heads, config.num_query_groups) if gpus % size == 0)
 
 
 def plan_job(args: argparse.Namespace, gpus: int, seq_length: int) -> Outcome:
@@ -121,22 +126,21 @@ def fits(args: argparse.Namespace, gpus: int, seq_length: int) -> bool:
 def longest_context(args: argparse.Namespace, gpus: int) -> tuple[int, int]:
     """The longest --seq-length that fits, and the step between lengths looked at: one MLP tile more on every rank."""
     step = args.mlp_tile_size * _context_size(args, gpus)
-    job_args, job = job_of(args, gpus, step)
-    ceiling = int(args.gpu_memory_gib * GIB) // (job.unit or 1)  # a rank holds one hidden state of its tokens at least
-    seems_to_fit = _estimate(job_args, job)
-    guess = largest(lambda steps: seems_to_fit(steps * job.tokens), 1, ceiling)
+    filled, job = job_of(args, gpus, step)
+    ceiling = int(args.gpu_memory_gib * GIB) // job.unit  # a rank holds one hidden state of its tokens at least
+    # Bytes grow along a few lines, one a kind of peak: go on from where the last line met the budget.
+    (tokens, taken), (far, taken_far) = _small_jobs(filled, job)
+    for _ in range(4):
+        guess = int(far + (args.gpu_memory_gib * GIB - taken_far) * (far - tokens) / (taken_far - taken)) // job.tokens
+        guess = min(max(guess, 1), ceiling)
+        if guess * job.tokens in (tokens, far):
+            break
+        (tokens, taken), far = (far, taken_far), guess * job.tokens
+        taken_far = _taken(filled, replace(job, tokens=far))
     found = largest(lambda steps: fits(args, gpus, steps * step), guess, ceiling)
     if not found:
         raise ArgumentError(f"not even --seq-length {step} fits: {plan_job(args, gpus, step).problem}")
     return found * step, step
-
-
-def _context_size(args: argparse.Namespace, gpus: int) -> int:
-    """The context size that `job_of` takes for these GPUs."""
-    if args.context_parallel_size is not None:
-        return args.context_parallel_size
-    config = model_config_from_args(args)
-    return max(c for c in legal_ulysses_degrees(config.num_attention_heads, config.num_query_groups) if gpus % c == 0)
 
 
 def fewest_gpus(args: argparse.Namespace, seq_length: int) -> int:
@@ -149,7 +153,7 @@ def fewest_gpus(args: argparse.Namespace, seq_length: int) -> int:
             refusal = refusal or error
     if not candidates:
         raise refusal
-    guess = next((i for i, (_, filled, job) in enumerate(candidates) if _estimate(filled, job)(job.tokens)), len(candidates))
+    guess = next((i for i, (_, filled, job) in enumerate(candidates) if _seems_to_fit(filled, job)), len(candidates))
     too_few = largest(lambda index: not fits(args, candidates[index - 1][0], seq_length), guess, len(candidates))
     if too_few == len(candidates):
         count = candidates[-1][0]
@@ -170,24 +174,26 @@ def gpu_counts(args: argparse.Namespace) -> list[int]:
     return counts
 
 
-def _estimate(args: argparse.Namespace, job: Job) -> Callable[[int], bool]:
-    """Whether so many tokens a rank seem to fit: a line through two small jobs. Where a search begins, not where it ends."""
+def _taken(args: argparse.Namespace, job: Job) -> int:
+    """Bytes of the GPU with the plans that take least of it, and what host and disk have no room for."""
     plans = least_plans(args, job)
-    grain = max(job.query_chunk or 0, job.tile_size, job.loss_tile_size)
-    near, far = 4 * grain, 8 * grain  # tokens
-    bytes_near, bytes_far = (predict(replace(job, tokens=tokens), plans).device_bytes for tokens in (near, far))
-    budgets = {HOST: args.host_memory_gib, DISK: args.disk_memory_gib if args.disk_offload_dir else 0}
-    room = sum(float("inf") if gib is None else gib * GIB for gib in budgets.values())
+    away = sum(planned_bytes(plans, job.geometry, place) for place in (HOST, DISK))
+    budgets = (args.host_memory_gib, args.disk_memory_gib if args.disk_offload_dir else 0)
+    room = sum(float("inf") if gib is None else gib * GIB for gib in budgets)
+    return predict(job, plans).device_bytes + max(0, away - room)
 
-    def seems_to_fit(tokens: int) -> bool:
-        geometry = replace(job.geometry, tokens=tokens)
-        on_device = bytes_near + (bytes_far - bytes_near) * (tokens - near) / (far - near)
-        left_over = max(0, sum(planned_bytes(plans, geometry, place) for place in (HOST, DISK)) - room)
-        if left_over and args.activation_memory != "auto":
-            return False
-        return on_device + left_over <= args.gpu_memory_gib * GIB
 
-    return seems_to_fit
+def _small_jobs(args: argparse.Namespace, job: Job) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Tokens of a rank and bytes taken, twice: none, which leaves states and weights, and a few tiles."""
+    few = replace(job, tokens=8 * max(job.query_chunk or 0, job.tile_size, job.loss_tile_size))
+    parts = predict(few, least_plans(args, few)).parts
+    return (0, sum(parts.values()) - parts["buffers"] - parts["kept activations"]), (few.tokens, _taken(args, few))
+
+
+def _seems_to_fit(args: argparse.Namespace, job: Job) -> bool:
+    """By the line through two small jobs. Where a search begins, not where it ends."""
+    (_, taken), (tokens, taken_far) = _small_jobs(args, job)
+    return taken + (taken_far - taken) * job.tokens / tokens <= args.gpu_memory_gib * GIB
 
 
 def largest(holds: Callable[[int], bool], guess: int, ceiling: int) -> int:

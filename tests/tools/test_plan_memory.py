@@ -1,0 +1,126 @@
+"""Answers of the planning tool against the planner asked step by step."""
+
+import doctest
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import megacp.training.capacity as capacity
+from megacp.memory.store import planned_bytes
+from megacp.memory.units import GIB
+from megacp.planner import predict
+from megacp.training.activation_plans import activation_plans
+
+TOOL = Path(__file__).parents[2] / "tools" / "plan_memory.py"
+SMALL = "--model llama-tiny --num-layers 3 --mlp-tile-size 2048 --loss-tile-size 1024".split()
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("plan_memory", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def planned(*flags):
+    return capacity.parse_planned([*SMALL, *flags], "")
+
+
+def answer(tool, capsys, *flags):
+    status = tool.main([*SMALL, *flags, "--json"])
+    printed = capsys.readouterr()
+    return status, json.loads(printed.out or "{}"), printed.err
+
+
+def test_json_is_the_planners_prediction_and_adds_up(tool, capsys):
+    status, found, _ = answer(tool, capsys, "--gpus", "4", "--seq-length", "32768", "--activation-memory", "lean")
+    args, job = capacity.job_of(planned("--activation-memory", "lean"), 4, 32768)
+    plans = activation_plans(args, job, capacity.CPU)
+    assert status == 0 and found["problem"] is None
+    assert sum(found["gpu_parts_bytes"].values()) == found["gpu_bytes"] == predict(job, plans).device_bytes
+    assert found["host_bytes"] == planned_bytes(plans, job.geometry, "host") > 0 == found["disk_bytes"]
+    assert found["context_parallel_size"] == 4 and found["tokens_per_rank"] == 8192 and len(found["plans"]) == 3
+    assert found["budgets_gib"]["gpu"] == pytest.approx(72)
+
+
+@pytest.mark.parametrize("memory", [("--activation-memory", "gpu"), ("--upipe-query-chunk", "4096"), ("--host-memory-gib", "0.01")])
+def test_the_longest_fits_and_a_step_more_does_not(tool, capsys, memory):
+    status, found, _ = answer(tool, capsys, "--gpus", "2", "--longest", "--gpu-memory-gib", "0.085", *memory)
+    length, step = found["longest_seq_length"], found["step"]
+    assert status == 0 and step == 2 * 2048 and length % step == 0
+    args = planned("--gpu-memory-gib", "0.085", *memory)
+    assert capacity.plan_job(args, 2, length).problem is None
+    assert found["gpu_bytes"] <= 0.085 * GIB
+    assert capacity.plan_job(args, 2, length + step).problem
+
+
+def test_fewest_gpus_are_the_first_that_fit(tool, capsys):
+    flags = ("--gpu-memory-gib", "0.08", "--activation-memory", "host")
+    status, found, _ = answer(tool, capsys, "--fewest-gpus", "--seq-length", "32768", *flags)
+    args = planned(*flags)
+    problems = {count: capacity.plan_job(args, count, 32768).problem for count in (1, 2, 4, 8)}
+    assert status == 0 and found["fewest_gpus"] == min(count for count, problem in problems.items() if not problem)
+    assert problems[1], "else the answer is no test"
+
+
+def test_counts_of_gpus_fit_the_heads():
+    assert capacity.gpu_counts(planned())[:5] == [1, 2, 4, 8, 16]  # 8 heads: beyond 8, more data-parallel ranks
+    assert capacity.gpu_counts(capacity.parse_planned(["--model", "llama3.2-3b"], ""))[:6] == [1, 2, 4, 8, 24, 48]
+    assert capacity.gpu_counts(planned("--context-parallel-size", "2"))[:3] == [2, 4, 8]
+
+
+@pytest.mark.parametrize("threshold", [0, 1, 2, 57, 99, 100])
+@pytest.mark.parametrize("guess", [-5, 1, 56, 58, 100, 1000])
+def test_the_search_finds_the_border_from_any_guess(threshold, guess):
+    assert capacity.largest(lambda number: number <= threshold, guess, 100) == threshold
+
+
+def test_fits_agrees_with_the_whole_plan():
+    args = planned("--gpu-memory-gib", "0.1", "--host-memory-gib", "0.02")
+    for length in (8192, 32768):
+        assert capacity.fits(args, 2, length) == (capacity.plan_job(args, 2, length).problem is None)
+
+
+@pytest.mark.parametrize("flags", ["--gpu-memory-gib 0.03", "--gpu-memory-gib 0.08 --host-memory-gib 0.001",
+                                   "--activation-memory host --host-memory-gib 0.001"])  # fmt: skip
+def test_what_a_refusal_says_works_works(tool, capsys, flags):
+    job = ["--gpus", "4", "--seq-length", "32768", *flags.split()]
+    status, found, error = answer(tool, capsys, *job)
+    assert status == 1 and found["problem"] in error
+    words = re.findall(r"(--(?:gpu|host)-memory-gib)", error)[-1 if "auto" in error else 0]
+    value = re.findall(r"([\d.]+)(?= works| or --)", error)[-1 if "auto" in error else 0]
+    assert answer(tool, capsys, *job, words, value)[0] == 0, error
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--seq-length 4096", "--gpus is missing; --gpus 8 works"),
+        ("--gpus 2", "--seq-length is missing; --seq-length 1048576 works"),
+        ("--gpus 2 --longest --seq-length 4096", "--seq-length 4096 is what --longest asks for; without --seq-length works"),
+        ("--gpus 2 --fewest-gpus --seq-length 4096", "--gpus 2 is what --fewest-gpus asks for; without --gpus works"),
+        ("--gpus 6 --seq-length 4096 --context-parallel-size 3", "--context-parallel-size 3 does not divide --num-attention-heads 8"),
+        ("--gpus 2 --seq-length 4096 --upipe-heads-per-stage 3", "--upipe-heads-per-stage 3 is not a multiple"),
+        ("--gpus 2 --seq-length 4096 --model llama4", "--model llama4 is not known"),
+        ("--gpus 2 --longest --gpu-memory-gib 0.001", "not even --seq-length 4096 fits: --gpu-memory-gib 0.001 is less than"),
+    ],
+)
+def test_errors_name_the_flag_and_what_works(tool, capsys, flags, said):
+    status, _, error = answer(tool, capsys, *flags.split())
+    assert status == 1 and said in error
+
+
+def test_the_table_is_aligned_and_names_units(tool, capsys):
+    assert tool.main([*SMALL, "--gpus", "2", "--seq-length", "8192", "--host-memory-gib", "1", "--disk-memory-gib", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    figures = [line for line in lines if re.match(r"  (states|weights|gathered|buffers|total|host|disk)", line)]
+    assert len(figures) >= 6 and {re.match(r".*?\d\.\d\d", line).end() for line in figures} == {32}
+    assert "GPU memory per rank          GiB" in lines and any("layers 0-2: h gpu" in line for line in lines)
+
+
+def test_docstring_examples_are_true():
+    assert doctest.testmod(capacity).failed == 0
