@@ -7,21 +7,21 @@
     …
     + query chunks           counted      11.2  …      22.3      65.5
 
-All figures are GiB of one rank at its peak; none is measured. `counted`: megacp's own layer and head run on PyTorch's meta device and
-their allocations are counted, as `tools/plan_memory.py` does. `formula`: nobody wants to train so, and megacp has no such code:
+All figures are GiB of one rank at its peak; none comes from a GPU. `counted`: megacp's own layer and head run on PyTorch's meta device
+and their allocations are counted, as `tools/plan_memory.py` does. `formula`: nobody wants to train so, and megacp has no such code:
 
-- an autograd layer with a fused attention and nothing else saved by hand keeps, per token, h, two normalised inputs and the middle
-  residual (4 d), q before and after and the attention's output (2 H·D), k and v (2 K·D), and in the MLP gate, up, silu and their product
-  (4 F): 20.5 u in Llama3-8B
+- an autograd layer with a fused attention keeps, per token, h, two normalised inputs and the middle residual (4 d), the rotated q and
+  the attention's output (2 H·D), k and v (2 K·D), and in the MLP gate, up, silu and their product (4 F):
+  20.5 u in Llama3-8B
 - its head holds logits and, in fp32, a copy and the gradient: 10 bytes per token and vocabulary entry
-- states 12 bytes per parameter (fp32 master weight, two moments), compute weights 2, gradients 4; FSDP divides states and gradients by the
-  GPUs and gathers the weights of two layers and of both ends at a time
+- states 12 bytes per parameter (fp32 master weight, two moments), compute weights 2, gradients 4; FSDP divides states and gradients
+  by the GPUs and gathers the weights of two layers and of both ends at a time
 - the peak is in the head, with all layers' activations kept, or at the end of the backward, with all gradients there
 - baseline and FSDP have the whole sequence on each GPU, Ulysses and all after it have S / C tokens
 
-Rungs from recompute on are `counted`: recompute keeps each layer's h and makes the rest again, with all heads at once and neither MLP
-nor head in tiles. Flags of pretrain_llama.py that change memory count here as there: --mlp-tile-size from the tiling rung on,
---upipe-heads-per-stage from UPipe's on, --upipe-query-chunk on the last. Needs matplotlib.
+Rungs from recompute on are `counted`: recompute keeps each layer's h and makes the rest again, with all heads at once and neither
+MLP nor head in tiles. Flags of pretrain_llama.py that change memory count here as there: --mlp-tile-size from the tiling rung on,
+--upipe-heads-per-stage from UPipe's on, --upipe-query-chunk on the last (unless given, an eighth of a rank's tokens). Needs matplotlib.
 """
 
 import argparse
@@ -174,7 +174,8 @@ def main(argv: list[str] | None = None) -> int:
         usage=USAGE, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--gpus", type=COUNT, required=True, metavar="N", help="GPUs of the job")
-    parser.add_argument("--output", default="memory_ladder.png", metavar="FILE", help=".png, .svg or .pdf (default: memory_ladder.png)")
+    parser.add_argument("--output", default="memory_ladder.png", metavar="FILE",
+        help=".png, .svg or .pdf (default: memory_ladder.png)")  # fmt: skip
     asked, flags = parser.parse_known_args(argv)
     args = parse_planned(flags, USAGE)
     try:

@@ -1,7 +1,7 @@
 """Predict the memory of a training job, and ask what would fit. No GPU is needed and nothing is started.
 
     python tools/plan_memory.py --model llama3-8b --seq-length 5242880 --gpus 8 --gpu-memory-gib 72 --host-memory-gib 200
-    python tools/plan_memory.py --model llama3-8b --longest --gpus 8 --gpu-memory-gib 72 --activation-memory lean --upipe-query-chunk 65536
+    python tools/plan_memory.py --model llama3-8b --longest --gpus 8 --gpu-memory-gib 72 --activation-memory lean
     python tools/plan_memory.py --model qwen3-32b --fewest-gpus --seq-length 5242880 --json
 
     GPU memory per rank           GiB
@@ -10,12 +10,15 @@
       total                     39.23   of 72.00: 32.77 to spare
 
 All flags of pretrain_llama.py that change memory count here as there, and the same checks refuse what cannot run. The layer's own
-code is run on PyTorch's meta device and its allocations are counted; a sequence is one document, which takes most (of 2^31 / head dim
-tokens and more the GPU kernels refuse one: 16.7 million at 128). Budgets are those of one rank, as in training: a node of 8 GPUs
-and 1 TiB of host memory has 128 GiB a rank, less what the system needs. --gpu-memory-gib is all planned with; what CUDA, NCCL and the
-allocator take comes on top, for which training leaves a tenth of the GPU when the flag is not given (here: of 80 GiB).
---context-parallel-size is, unless given, the largest that divides the GPUs and fits the heads. There is no word about time: it is
-not known from memory alone. Exits with 1 when the job does not fit.
+code is run on PyTorch's meta device and its allocations are counted; a sequence is one document, which takes most (GPU kernels refuse
+one of 2^31 / head dim tokens or more: 16.7 million at 128). --context-parallel-size is, unless given, the largest that divides the
+GPUs and fits the heads.
+
+Budgets are those of one rank, as in training: a node of 8 GPUs and 1 TiB of host memory has 128 GiB a rank, less what the system
+needs. --gpu-memory-gib is all planned with; what CUDA, NCCL and the allocator take comes on top, for which training leaves a tenth of
+the GPU when the flag is not given (here: of 80 GiB).
+
+There is no word about time: it does not follow from memory. Exits with 1 when the job does not fit.
 """
 
 import argparse
@@ -88,8 +91,8 @@ def report(outcome: Outcome, gpus: int, answer: dict[str, int]) -> list[str]:
     chunk = f", query chunks of {job.query_chunk:,}" if job.query_chunk else ""
     lines += [
         f"{job.config.name}, {args.seq_length:,} tokens on {gpus} GPUs: context {args.context_parallel_size} x data "
-        f"{gpus // args.context_parallel_size}, {job.tokens:,} tokens a rank; {schedule.heads_per_stage} of {schedule.num_heads} heads "
-        f"a stage{chunk}, MLP tiles of {job.tile_size:,}",
+        f"{gpus // args.context_parallel_size}, {job.tokens:,} tokens a rank; "
+        f"{schedule.heads_per_stage} of {schedule.num_heads} heads a stage{chunk}, MLP tiles of {job.tile_size:,}",
         "",
         f"{'GPU memory per rank':22}{'GiB':>10}",
         *(f"  {name:20}{bytes_ / GIB:10.2f}" for name, bytes_ in prediction.parts.items()),

@@ -58,7 +58,7 @@ def parse_planned(flags: list[str], usage: str) -> argparse.Namespace:
 
 
 def job_of(args: argparse.Namespace, gpus: int, seq_length: int) -> tuple[argparse.Namespace, Job]:
-    """Checked flags, filled in, and one rank's job. An open context size is the largest that divides the GPUs and fits the heads."""
+    """Checked flags, filled in, and one rank's job. An open context size: the largest that divides the GPUs and fits the heads."""
     args = copy.copy(args)
     args.seq_length = seq_length
     config = model_config_from_args(args)
@@ -89,9 +89,10 @@ def plan_job(args: argparse.Namespace, gpus: int, seq_length: int) -> Outcome:
     prediction = predict(job, plans)
     if prediction.device_bytes > args.gpu_memory_gib * GIB:
         needed = -(-100 * prediction.device_bytes // GIB) / 100
+        elsewhere = ", all activations elsewhere" if args.activation_memory == "auto" else ""
         problem = (
-            f"--gpu-memory-gib {args.gpu_memory_gib:g} is less than the {needed:.2f} GiB that one rank takes with --activation-memory "
-            f"{args.activation_memory}{', all activations elsewhere' if args.activation_memory == 'auto' else ''}; {needed:.2f} works"
+            f"--gpu-memory-gib {args.gpu_memory_gib:g} is less than the {needed:.2f} GiB that one rank takes with "
+            f"--activation-memory {args.activation_memory}{elsewhere}; {needed:.2f} works"
         )
     return Outcome(args, job, plans, prediction, problem)
 
@@ -197,7 +198,7 @@ def _seems_to_fit(args: argparse.Namespace, job: Job) -> bool:
 
 
 def largest(holds: Callable[[int], bool], guess: int, ceiling: int) -> int:
-    """The largest number in [1, ceiling] that `holds`, 0 if none; true up to there and false from there on. Asks near `guess` first.
+    """The largest number in [1, ceiling] that `holds`, 0 if none; it holds up to there, not beyond. Asks near `guess` first.
 
     >>> asked = []
     >>> largest(lambda n: asked.append(n) or n <= 700, guess=699, ceiling=10**6), asked

@@ -103,7 +103,7 @@ def test_what_a_refusal_says_works_works(tool, capsys, flags):
         ("--gpus 2", "--seq-length is missing; --seq-length 1048576 works"),
         ("--gpus 2 --longest --seq-length 4096", "--seq-length 4096 is what --longest asks for; without --seq-length works"),
         ("--gpus 2 --fewest-gpus --seq-length 4096", "--gpus 2 is what --fewest-gpus asks for; without --gpus works"),
-        ("--gpus 6 --seq-length 4096 --context-parallel-size 3", "--context-parallel-size 3 does not divide --num-attention-heads 8"),
+        ("--gpus 6 --seq-length 4096 --context-parallel-size 3", "--context-parallel-size 3 does not divide --num"),
         ("--gpus 2 --seq-length 4096 --upipe-heads-per-stage 3", "--upipe-heads-per-stage 3 is not a multiple"),
         ("--gpus 2 --seq-length 4096 --model llama4", "--model llama4 is not known"),
         ("--gpus 2 --longest --gpu-memory-gib 0.001", "not even --seq-length 4096 fits: --gpu-memory-gib 0.001 is less than"),
