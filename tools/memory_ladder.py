@@ -7,11 +7,12 @@
     …
     + query chunks           counted      11.2  …      22.3      65.5
 
-All figures are GiB of one rank at its peak; none comes from a GPU. `counted`: megacp's own layer and head run on PyTorch's meta device
-and their allocations are counted, as `tools/plan_memory.py` does. `formula`: nobody wants to train so, and megacp has no such code:
+All figures are GiB of one rank at its peak; none comes from a GPU. `counted`: megacp's own layer and head run on PyTorch's meta
+device and their allocations are counted, as `tools/plan_memory.py` does. `formula`: nobody wants to train so, and megacp has no
+such code:
 
-- an autograd layer with a fused attention keeps, per token, h, two normalised inputs and the middle residual (4 d), the rotated q and
-  the attention's output (2 H·D), k and v (2 K·D), and in the MLP gate, up, silu and their product (4 F):
+- an autograd layer with a fused attention keeps, per token, h, two normalised inputs and the middle residual (4 d), the rotated q
+  and the attention's output (2 H·D), k and v (2 K·D), and in the MLP gate, up, silu and their product (4 F):
   20.5 u in Llama3-8B
 - its head holds logits and, in fp32, a copy and the gradient: 10 bytes per token and vocabulary entry
 - states 12 bytes per parameter (fp32 master weight, two moments), compute weights 2, gradients 4; FSDP divides states and gradients
@@ -21,7 +22,8 @@ and their allocations are counted, as `tools/plan_memory.py` does. `formula`: no
 
 Rungs from recompute on are `counted`: recompute keeps each layer's h and makes the rest again, with all heads at once and neither
 MLP nor head in tiles. Flags of pretrain_llama.py that change memory count here as there: --mlp-tile-size from the tiling rung on,
---upipe-heads-per-stage from UPipe's on, --upipe-query-chunk on the last (unless given, an eighth of a rank's tokens). Needs matplotlib.
+--upipe-heads-per-stage from UPipe's on, --upipe-query-chunk on the last (unless given, an eighth of a rank's tokens). Needs
+matplotlib.
 """
 
 import argparse
