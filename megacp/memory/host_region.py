@@ -37,7 +37,7 @@ class HostPool:
     def __init__(self, bytes_: int, pinned: bool, device: str = "cpu"):
         """`device` "meta": room that takes none, to predict with."""
         try:
-            self._memory = torch.empty(bytes_, dtype=torch.uint8, device=device, pin_memory=pinned)
+            self._memory = torch.empty(bytes_, dtype=torch.uint8, device=device, pin_memory=pinned and bytes_ > 0)
         except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError for both a failed pin and a failed allocation
             raise ValueError(
                 f"activations need {bytes_ / 2**30:.2f} GiB of {'pinned ' if pinned else ''}host memory on this rank, which the host "
