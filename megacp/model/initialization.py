@@ -1,7 +1,8 @@
 """Initial weights that depend on the seed alone, not on how the model is sharded.
 
 Each weight has a generator of its own, seeded by the run's seed and the weight's name; a rank draws the whole weight and keeps its
-shard. So 1 rank and 1,024 ranks start from the same numbers, and so do 2 and 32 layers in the layers they share.
+shard. So 1 rank and 1,024 ranks start from the same numbers, and so do 2 and 32 layers in
+the layers they share (o_proj and down_proj up to their scale).
 
 Worked example: `layers.3.o_proj` of a 32-layer model is normal with standard deviation 0.02 / sqrt(2·32) = 0.0025.
 """
@@ -10,10 +11,11 @@ import hashlib
 import math
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megacp.model.config import ModelConfig
+from megacp.model.row_shards import owned_rows
 
 
 @torch.no_grad()
@@ -26,7 +28,8 @@ def initialize_weights(model: nn.Module, config: ModelConfig, seed: int) -> None
             generator = torch.Generator(parameter.device).manual_seed(_seed_of(name, seed))
             whole.normal_(0.0, std, generator=generator)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.copy_(_shard_of(whole, parameter))
+        start, stop = owned_rows(parameter)
+        local.copy_(whole[start:stop])
 
 
 def initial_std(name: str, config: ModelConfig) -> float | None:
@@ -43,16 +46,3 @@ def initial_std(name: str, config: ModelConfig) -> float | None:
 
 def _seed_of(name: str, seed: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
-
-
-def _shard_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of `whole`, cut as `fully_shard` cuts `parameter`: `torch.chunk` along dimension 0."""
-    if not isinstance(parameter, DTensor):
-        return whole
-    (placement,) = parameter.placements
-    if placement != Shard(0):
-        raise ValueError(f"initialize_weights knows parameters sharded along dimension 0, not {placement}")
-    mesh = parameter.device_mesh
-    chunks = whole.chunk(mesh.size(), dim=0)
-    rank = mesh.get_local_rank()
-    return chunks[rank] if rank < len(chunks) else whole[:0]

@@ -9,7 +9,7 @@ import torch
 from megacp import parallel_state
 from megacp.checkpointing.huggingface import HuggingFaceWeights, hugging_face_name
 from megacp.checkpointing.model_weights import PretrainedError
-from megacp.checkpointing.sharded_weights import chunk_bounds
+from megacp.model.row_shards import chunk_bounds
 from megacp.parallel_state import ParallelLayout
 from megacp.training.sharding import allocate_weights, build_model
 from tests.checkpointing.pretrained_models import MODELS, save_model
