@@ -123,8 +123,9 @@ class _DecoderLayerFunction(torch.autograd.Function):
         )  # fmt: skip
         for (start, stop), (h_td, g_td) in read_ahead(context.tiles(), lambda t: [kept.h.fetch(*t), residual.fetch(*t)]):
             dxn_td = projections.dxn_Td[start:stop]
-            dh_td, dnorm_d = rms_norm_backward(dxn_td, h_td, w.input_layernorm, config.norm_epsilon)
-            torch.add(g_td, dh_td, out=g_Td[start:stop])
+            _, dnorm_d = rms_norm_backward(
+                dxn_td, h_td, w.input_layernorm, config.norm_epsilon, residual=g_td, out=g_Td[start:stop]
+            )
             grads.input_layernorm.add_(dnorm_d)
         return g_Td, None, None, None, *grads
 
@@ -145,9 +146,8 @@ def _mlp_backward_(g_td: Tensor, h_mid_td: Tensor, w: LayerWeights, grads: Layer
     accumulate_weight_gradient(grads.gate_proj, dgate_tF, y_td)
     accumulate_weight_gradient(grads.up_proj, dup_tF, y_td)
     dy_td = (dgate_tF @ w.gate_proj).addmm_(dup_tF, w.up_proj)
-    dh_td, dnorm_d = rms_norm_backward(dy_td, h_mid_td, w.post_attention_layernorm, eps)
+    _, dnorm_d = rms_norm_backward(dy_td, h_mid_td, w.post_attention_layernorm, eps, residual=g_td, out=g_td)
     grads.post_attention_layernorm.add_(dnorm_d)
-    g_td += dh_td
 
 
 def _output_tiles(context: LayerContext, outputs: StageShelf) -> Callable[[tuple[int, int]], list[Pending]]:
