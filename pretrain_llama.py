@@ -74,7 +74,7 @@ def main() -> int:
         )
         job = memory_job(args, config, layout, schedule, dtype)
         plans = activation_plans(args, job, device)
-        check_budgets(args, plans, job.geometry)
+        check_budgets(args, plans, job)
         step_seconds = predicted_step_seconds(args, config, layout, device_peak_flops(device))
         timeout = collective_timeout(args.distributed_timeout_minutes, step_seconds)
         notes += launcher_notes(step_seconds)
@@ -82,7 +82,7 @@ def main() -> int:
             print(startup_summary(args, layout, job, plans, device, data, timeout, notes), flush=True)
         faked = args.dry_run or args.rehearse_world_size
         initialize_distributed(layout, device, timeout, fake_rank=rank if faked else None)
-        model = build_model(config, parallel_state.get_data_context_mesh(), dtype)
+        model = build_model(config, parallel_state.get_data_context_mesh(), dtype, args.optimizer_cpu_offload)
         with memory_history(args.record_memory_history if is_first_rank else None, device):
             if args.dry_run:
                 print(f"dry run, rank {rank} of {layout.world_size}: all but the weights was built, nothing was trained")
@@ -97,7 +97,7 @@ def main() -> int:
 def train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank) -> None:
     settings = step_settings(args, config, layout, schedule, device, dtype)
     seed_random_state(args.seed, 0, launched_rank())
-    allocate_weights(model, device, args.seed, pretrained)
+    allocate_weights(model, device, args.seed, pretrained, args.optimizer_cpu_offload)
     optimizer = build_optimizer(
         model, lr=args.lr, weight_decay=args.weight_decay, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps
     )

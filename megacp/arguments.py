@@ -253,7 +253,9 @@ def _add_parallel(parser):
 
 
 def _add_memory(parser):
-    group = parser.add_argument_group("activation memory", "Where a layer keeps what its backward needs: its input, its attention output.")
+    group = parser.add_argument_group(
+        "memory", "Where a layer keeps what its backward needs (its input, its attention output), and where the optimizer is."
+    )
     add = group.add_argument
     add("--activation-memory", choices=("auto", "gpu", "host", "disk", "lean"), default="auto",
         help="auto: the fastest that fits, chosen layer by layer; host: in pinned host memory; disk: in --disk-offload-dir; lean: as host, and the backward's residual gradient too")  # fmt: skip
@@ -262,11 +264,13 @@ def _add_memory(parser):
     add("--gpu-memory-gib", type=POSITIVE, metavar="GIB",
         help="GPU memory that auto may plan with on one rank (default: nine tenths of what the GPU has)")  # fmt: skip
     add("--host-memory-gib", type=POSITIVE, metavar="GIB",
-        help="host memory that the activations of one rank may take; a plan that needs more is refused (default: no limit)")  # fmt: skip
+        help="host memory that one rank's activations, and states with --optimizer-cpu-offload, may take; a plan that needs more is refused (default: no limit)")  # fmt: skip
     add("--disk-offload-dir", metavar="DIR",
         help="directory on a fast local disk for --activation-memory disk; a file a rank, gone when the run ends, however it ends")  # fmt: skip
     add("--disk-memory-gib", type=POSITIVE, metavar="GIB",
         help="room there that the activations of one rank may take; a plan that needs more is refused (default: no limit)")  # fmt: skip
+    add("--optimizer-cpu-offload", action="store_true",
+        help="keep master weights, AdamW's moments and gradients in host memory, 16 bytes a parameter over all ranks, and update them there")  # fmt: skip
 
 
 def _add_training(parser):

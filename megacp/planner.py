@@ -38,7 +38,8 @@ META = torch.device("meta")
 class Job:
     """What the memory of a rank depends on besides the plans. `tokens` are the rank's; `kernel` is the attention backend.
 
-    `accumulates`: several micro-batches a step, so that all gradients are there before the last backward begins.
+    `accumulates`: several micro-batches a step, so that all gradients are there before the last backward begins. `states_on_host`:
+    weights, moments and gradients of this rank are in host memory (--optimizer-cpu-offload).
     """
 
     config: ModelConfig
@@ -51,6 +52,7 @@ class Job:
     query_chunk: int | None = None
     kernel: str = "fa4"
     accumulates: bool = False
+    states_on_host: bool = False
 
     @property
     def geometry(self) -> Geometry:
@@ -60,6 +62,16 @@ class Job:
     def unit(self) -> int:
         """u: bytes of one `[T, d]` tensor."""
         return self.tokens * self.config.hidden_size * self.dtype.itemsize
+
+    @property
+    def host_state_bytes(self) -> int:
+        """Master weights, moments and gradients that this rank keeps in host memory."""
+        parameters = self.config.parameter_count() if self.states_on_host else 0
+        return (STATE_BYTES + GRADIENT_BYTES) * parameters // self.sharding_ranks
+
+    def host_bytes(self, plans: list[LayerPlan]) -> int:
+        """All that this rank keeps in host memory: activations by `plans`, and states."""
+        return self.host_state_bytes + planned_bytes(plans, self.geometry, HOST)
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,8 @@ def predict(job: Job, plans: list[LayerPlan]) -> Prediction:
     peaks = {plan: layer_peaks(job, plan) for plan in set(plans)}
 
     def gradients(later_layers: int) -> int:
+        if job.states_on_host:
+            return 0
         parameters = config.parameter_count() if job.accumulates else later_layers * layer_parameters
         return GRADIENT_BYTES * parameters // job.sharding_ranks
 
@@ -111,7 +125,7 @@ def predict(job: Job, plans: list[LayerPlan]) -> Prediction:
     moments.append((kept_before, head_peak(job), gradients(0)))
     kept, buffers, gradient_shards = max(moments, key=sum)
     parts = {
-        "states": STATE_BYTES * config.parameter_count() // job.sharding_ranks,
+        "states": 0 if job.states_on_host else STATE_BYTES * config.parameter_count() // job.sharding_ranks,
         "gradients": gradient_shards,
         # FSDP gathers the next layer while one runs; the ends stay, as its root unit or near their use.
         "gathered weights": (2 * layer_parameters + ends) * itemsize,
@@ -120,7 +134,7 @@ def predict(job: Job, plans: list[LayerPlan]) -> Prediction:
         "kept activations": kept,
         "buffers": buffers,
     }
-    return Prediction(parts, planned_bytes(plans, job.geometry, HOST), planned_bytes(plans, job.geometry, DISK))
+    return Prediction(parts, job.host_bytes(plans), planned_bytes(plans, job.geometry, DISK))
 
 
 def choose_plans(job: Job, device_limit: int, host_limit: int | None, disk_limit: int | None, full: bool) -> list[LayerPlan]:
@@ -147,7 +161,7 @@ def choose_plans(job: Job, device_limit: int, host_limit: int | None, disk_limit
             continue
         for on_disk in range(away + 1):
             plans = [farther] * on_disk + [far] * (away - on_disk) + [near] * (layers - away)
-            host, disk = (planned_bytes(plans, job.geometry, place) for place in (HOST, DISK))
+            host, disk = job.host_bytes(plans), planned_bytes(plans, job.geometry, DISK)
             if (host_limit is None or host <= host_limit) and (disk_limit is None or disk <= disk_limit):
                 return plans
     if shortest is not None:
@@ -155,7 +169,8 @@ def choose_plans(job: Job, device_limit: int, host_limit: int | None, disk_limit
             f"the step needs {shortest / GIB:.2f} GiB of GPU memory even with all activations elsewhere, more than the "
             f"{device_limit / GIB:.2f} GiB there are"
         )
-    raise ValueError("host and disk cannot take the activations that the GPU has no room for")
+    states = f", beside {job.host_state_bytes / GIB:.2f} GiB of states on the host" if job.states_on_host else ""
+    raise ValueError(f"host and disk cannot take the activations that the GPU has no room for{states}")
 
 
 def table(plans: list[LayerPlan]) -> list[str]:

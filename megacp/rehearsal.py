@@ -114,7 +114,7 @@ def rehearse(
         settings = dataclasses.replace(settings, attention_backend=stub)
     with filled_collectives(), _gauge(device) as gauge:
         seed_random_state(args.seed, 0, args.rehearse_rank)
-        allocate_weights(model, device, args.seed)
+        allocate_weights(model, device, args.seed, states_on_host=args.optimizer_cpu_offload)
         optimizer = build_optimizer(
             model, lr=args.lr, weight_decay=args.weight_decay, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps
         )

@@ -19,13 +19,16 @@ from megacp.model.row_shards import owned_rows
 
 
 @torch.no_grad()
-def initialize_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Fills every parameter in place: norms with 1, the rest normal (`initial_std`). Peak memory: one whole weight."""
+def initialize_weights(model: nn.Module, config: ModelConfig, seed: int, device: torch.device | None = None) -> None:
+    """Fills every parameter in place: norms with 1, the rest normal (`initial_std`). Peak memory: one whole weight.
+
+    `device` draws the numbers, which differ from one kind of device to another; None: that of the parameter.
+    """
     for name, parameter in model.named_parameters():
         std = initial_std(name, config)
-        whole = torch.ones(parameter.shape, device=parameter.device, dtype=torch.float32)
+        whole = torch.ones(parameter.shape, device=device or parameter.device, dtype=torch.float32)
         if std is not None:
-            generator = torch.Generator(parameter.device).manual_seed(_seed_of(name, seed))
+            generator = torch.Generator(whole.device).manual_seed(_seed_of(name, seed))
             whole.normal_(0.0, std, generator=generator)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         start, stop = owned_rows(parameter)

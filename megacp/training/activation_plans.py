@@ -2,7 +2,7 @@
 
     job = memory_job(args, config, layout, schedule, dtype)
     plans = activation_plans(args, job, device)
-    check_budgets(args, plans, job.geometry)  # ArgumentError: --host-memory-gib 4 is less than the 6.50 GiB …; 6.5 or … works
+    check_budgets(args, plans, job)  # ArgumentError: --host-memory-gib 4 is less than the 6.50 GiB …; 6.5 or … works
 
 Budgets are those of one rank. Nothing is allocated here.
 """
@@ -15,7 +15,7 @@ import torch
 from megacp.argument_checks import ArgumentError
 from megacp.context_parallel.head_schedule import HeadSchedule
 from megacp.memory.policy import DISK, HOST, PLANS, LayerPlan, plan_of
-from megacp.memory.store import Geometry, planned_bytes
+from megacp.memory.store import planned_bytes
 from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
 from megacp.parallel_state import ParallelLayout
@@ -31,7 +31,7 @@ def memory_job(
     tokens = args.seq_length * args.micro_batch_size // layout.context_parallel_size
     return Job(
         config, schedule, tokens, layout.world_size, args.mlp_tile_size, args.loss_tile_size, dtype, args.upipe_query_chunk,
-        accumulates=args.global_batch_size > args.micro_batch_size * layout.data_parallel_size,
+        accumulates=args.global_batch_size > args.micro_batch_size * layout.data_parallel_size, states_on_host=args.optimizer_cpu_offload,
     )  # fmt: skip
 
 
@@ -64,18 +64,21 @@ def device_limit(args: argparse.Namespace, device: torch.device) -> int | None:
     return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
-def check_budgets(args: argparse.Namespace, plans: list[LayerPlan], geometry: Geometry) -> None:
+def check_budgets(args: argparse.Namespace, plans: list[LayerPlan], job: Job) -> None:
     """Raises ArgumentError when `plans` need more than --host-memory-gib or --disk-memory-gib; names the settings that do not."""
     for place, limit in _limits(args).items():
-        needed = planned_bytes(plans, geometry, place)
+        needed = _needed(job, plans, place)
         if limit is None or needed <= limit * GIB:
             continue
         enough = math.ceil(100 * needed / GIB) / 100
-        fixes = [{f"{place}_memory_gib": enough}, *_smaller_settings(args, len(plans), geometry)]
+        fixes = [{f"{place}_memory_gib": enough}, *_smaller_settings(args, job)]
         shown = [" ".join(f"--{name.replace('_', '-')} {value}" for name, value in fix.items()) for fix in fixes]
+        whose, states = "activations", ""
+        if place == HOST and job.states_on_host:
+            whose, states = "activations and states", f" --optimizer-cpu-offload ({job.host_state_bytes / GIB:.2f} GiB of states)"
         raise ArgumentError(
-            f"--{place}-memory-gib {limit:g} is less than the {enough:.2f} GiB that one rank's activations take on the {place} with "
-            f"--activation-memory {args.activation_memory} --recompute-granularity {args.recompute_granularity}; "
+            f"--{place}-memory-gib {limit:g} is less than the {enough:.2f} GiB that one rank's {whose} take on the {place} with "
+            f"--activation-memory {args.activation_memory} --recompute-granularity {args.recompute_granularity}{states}; "
             f"{' or '.join(shown)} works",
             tuple(fixes),
         )
@@ -85,15 +88,19 @@ def _limits(args: argparse.Namespace) -> dict[str, float | None]:
     return {HOST: args.host_memory_gib, DISK: args.disk_memory_gib}
 
 
-def _smaller_settings(args: argparse.Namespace, num_layers: int, geometry: Geometry) -> list[dict[str, str]]:
+def _needed(job: Job, plans: list[LayerPlan], place: str) -> int:
+    return job.host_bytes(plans) if place == HOST else planned_bytes(plans, job.geometry, place)
+
+
+def _smaller_settings(args: argparse.Namespace, job: Job) -> list[dict[str, str]]:
     """Changes of one or both flags after which every budget is kept."""
     fixes = []
     for memory in PLANS:
         for granularity in ("selective", "full"):
-            plans = [plan_of(memory, granularity)] * num_layers
+            plans = [plan_of(memory, granularity)] * job.config.num_layers
             if memory == "disk" and not args.disk_offload_dir:
                 continue
-            if all(limit is None or planned_bytes(plans, geometry, place) <= limit * GIB for place, limit in _limits(args).items()):
+            if all(limit is None or _needed(job, plans, place) <= limit * GIB for place, limit in _limits(args).items()):
                 wanted = {"activation_memory": memory, "recompute_granularity": granularity}
                 fixes.append({name: value for name, value in wanted.items() if value != getattr(args, name)})
     return fixes

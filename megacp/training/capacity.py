@@ -21,7 +21,7 @@ import torch
 from megacp.argument_checks import ArgumentError
 from megacp.arguments import build_parser, model_config_from_args, resolve_precision, validate_args
 from megacp.context_parallel.head_schedule import build_head_schedule, legal_ulysses_degrees
-from megacp.memory.policy import DISK, HOST, LayerPlan, plan_of
+from megacp.memory.policy import DISK, LayerPlan, plan_of
 from megacp.memory.store import planned_bytes
 from megacp.memory.units import GIB
 from megacp.parallel_state import ParallelLayout
@@ -83,7 +83,7 @@ def plan_job(args: argparse.Namespace, gpus: int, seq_length: int) -> Outcome:
     if predict(job, plans).device_bytes <= args.gpu_memory_gib * GIB:
         try:
             plans = activation_plans(args, job, CPU)
-            check_budgets(args, plans, job.geometry)
+            check_budgets(args, plans, job)
         except ArgumentError as error:
             problem = f"{error}{_larger_host(args, job)}"
     prediction = predict(job, plans)
@@ -102,7 +102,7 @@ def _larger_host(args: argparse.Namespace, job: Job) -> str:
     if args.activation_memory != "auto" or args.host_memory_gib is None:
         return ""
     plans = choose_plans(job, int(args.gpu_memory_gib * GIB), None, 0, args.recompute_granularity == "full")
-    return f"; --host-memory-gib {-(-100 * planned_bytes(plans, job.geometry, HOST) // GIB) / 100:.2f} works"
+    return f"; --host-memory-gib {-(-100 * job.host_bytes(plans) // GIB) / 100:.2f} works"
 
 
 def least_plans(args: argparse.Namespace, job: Job) -> list[LayerPlan]:
@@ -118,7 +118,7 @@ def fits(args: argparse.Namespace, gpus: int, seq_length: int) -> bool:
     if predict(job, plans).device_bytes > args.gpu_memory_gib * GIB:
         return False
     try:
-        check_budgets(args, plans, job.geometry)
+        check_budgets(args, plans, job)
         return True
     except ArgumentError:
         return args.activation_memory == "auto" and plan_job(args, gpus, seq_length).problem is None
@@ -178,7 +178,7 @@ def gpu_counts(args: argparse.Namespace) -> list[int]:
 def _taken(args: argparse.Namespace, job: Job) -> int:
     """Bytes of the GPU with the plans that take least of it, and what host and disk have no room for."""
     plans = least_plans(args, job)
-    away = sum(planned_bytes(plans, job.geometry, place) for place in (HOST, DISK))
+    away = job.host_bytes(plans) + planned_bytes(plans, job.geometry, DISK)
     budgets = (args.host_memory_gib, args.disk_memory_gib if args.disk_offload_dir else 0)
     room = sum(float("inf") if gib is None else gib * GIB for gib in budgets)
     return predict(job, plans).device_bytes + max(0, away - room)

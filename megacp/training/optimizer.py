@@ -7,6 +7,11 @@
 
 The parameters are those of FSDP2: DTensors whose local part is this rank's shard. AdamW works element by
 element, so a rank steps its own shard and nothing is sent. The norm needs one all-reduce of one number.
+
+With --optimizer-cpu-offload shards, gradients and moments lie in host memory, and AdamW's fused CPU kernel steps them, the same
+arithmetic in fp32. Gradients arrive during the backward, layer by layer; the update waits for the last one, because every element's
+step depends on the norm of them all. It moves 28 bytes an element, the norm and the clipping 12: one core measured 56 GB/s, so a rank
+of Qwen3-32B on 8 (4.1 billion elements) takes 3 s on one core, less on many, beside a step of minutes.
 """
 
 import math
@@ -68,6 +73,7 @@ def _global_norm(gradients: list[torch.Tensor]) -> float:
         if sharding is not None:
             mesh, placements = sharding
             parts = [Partial("sum") if placement.is_shard() else placement for placement in placements]
+            value = value.to(mesh.device_type)  # where the group sends from, be the gradients there or on the host
             value = DTensor.from_local(value, mesh, parts, run_check=False).full_tensor()
         sum_squares += value.item()
     return math.sqrt(sum_squares)

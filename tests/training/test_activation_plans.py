@@ -22,7 +22,7 @@ def check(args):
     schedule = build_head_schedule(config.num_attention_heads, config.num_query_groups, 8, args.upipe_heads_per_stage)
     job = memory_job(args, config, layout, schedule, torch.bfloat16)
     plans = activation_plans(args, job, torch.device("cpu"))
-    check_budgets(args, plans, job.geometry)
+    check_budgets(args, plans, job)
     return job, plans
 
 
