@@ -48,6 +48,7 @@ from megacp.training.sharding import allocate_weights, build_model
 from megacp.training.step import step_settings
 from megacp.training.summary import predicted_step_seconds, startup_summary
 from megacp.training.training_data import open_training_data
+from megacp.training.watchers import step_watchers
 
 
 def main() -> int:
@@ -102,18 +103,19 @@ def train(args, config, layout, schedule, model, device, dtype, data, pretrained
         model, lr=args.lr, weight_decay=args.weight_decay, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps
     )
     evaluator = Evaluator(args, config, settings, model, data, device, dtype) if args.eval_interval else None
-    run = TrainingRun(args, config, settings, model, optimizer, data.train, data.eod, device, dtype, evaluator)
-    for line in run.resume():
-        if is_first_rank:
-            print(line, flush=True)
-    if not is_first_rank:
-        run.train(None)
-        return
-    with MetricsLogger(
-        args.train_iters, first_step=run.iteration + 1, log_interval=args.log_interval, tensorboard_dir=args.tensorboard_dir,
-        jsonl=args.log_jsonl, device_type=device.type,
-    ) as logger:  # fmt: skip
-        run.train(logger)
+    with step_watchers(args, model, optimizer, device, console=is_first_rank) as watchers:
+        run = TrainingRun(args, config, settings, model, optimizer, data.train, data.eod, device, dtype, evaluator, watchers=watchers)
+        for line in run.resume():
+            if is_first_rank:
+                print(line, flush=True)
+        if not is_first_rank:
+            run.train(None)
+            return
+        with MetricsLogger(
+            args.train_iters, first_step=run.iteration + 1, log_interval=args.log_interval, tensorboard_dir=args.tensorboard_dir,
+            jsonl=args.log_jsonl, device_type=device.type,
+        ) as logger:  # fmt: skip
+            run.train(logger)
 
 
 if __name__ == "__main__":

@@ -265,6 +265,29 @@ def check_state(args: argparse.Namespace) -> None:
         _refuse("save_interval", args.save_interval, "needs --save DIR", {"save": "checkpoints"}, {"save_interval": None})
 
 
+def check_profiling(args: argparse.Namespace, world_size: int) -> None:
+    """A profile has a place, steps that the run reaches, and ranks that there are."""
+    if not args.profile:
+        for name in ("profile_step_start", "profile_step_end", "profile_dir"):
+            if getattr(args, name) is not None:
+                _refuse(name, getattr(args, name), "needs --profile", {"profile": True}, {name: None})
+        return
+    if not args.profile_dir and not args.tensorboard_dir:
+        raise ArgumentError("--profile needs --profile-dir or --tensorboard-dir; --profile-dir profiles works",
+                            ({"profile_dir": "profiles"},))  # fmt: skip
+    start, stop = args.profile_step_start, args.profile_step_end
+    if start is not None and start > args.train_iters:
+        _refuse("profile_step_start", start, f"is after the last step, --train-iters {args.train_iters}",
+                {"profile_step_start": args.train_iters})  # fmt: skip
+    if stop is not None and start is None:
+        _refuse("profile_step_end", stop, "needs --profile-step-start", {"profile_step_start": 1}, {"profile_step_end": None})
+    if stop is not None and stop <= start:
+        _refuse("profile_step_end", stop, f"is not above --profile-step-start {start}", {"profile_step_end": start + 1})
+    absent = [rank for rank in args.profile_ranks if rank >= world_size]
+    if absent:
+        _refuse("profile_ranks", absent[0], f"is none of the {world_size} ranks", {"profile_ranks": [0]})
+
+
 def check_rehearsal(args: argparse.Namespace) -> None:
     """A rehearsal has its own report, trains nothing that is worth keeping, and is asked for by the size of its job."""
     ranks = args.rehearse_world_size
@@ -314,13 +337,15 @@ def _refuse(name: str, value, reason: str, *fixes: dict) -> None:
 
 
 def _setting(name: str, value) -> str:
-    return f"without {_flag(name)}" if value is None or value is False else f"{_flag(name)} {_text(value)}"
+    if value is None or value is False:
+        return f"without {_flag(name)}"
+    return _flag(name) if value is True else f"{_flag(name)} {_text(value)}"
 
 
 def _text(value) -> str:
     if isinstance(value, float):
         return f"{value:g}"
-    return " ".join(value) if isinstance(value, list) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _flag(name: str) -> str:

@@ -25,6 +25,7 @@ from megacp.argument_checks import (
     check_model,
     check_parallel,
     check_pretrained,
+    check_profiling,
     check_rehearsal,
     check_rope_scaling,
     check_schedule,
@@ -36,6 +37,7 @@ from megacp.kernels.rotary import RopeScaling
 from megacp.model.config import PRESETS, ModelConfig, preset
 
 DEFAULT_MODEL = "llama-tiny"
+PROFILED_STEP, PROFILED_STEPS = 10, 2  # the first one, when all is warm, and how many
 REHEARSED_STEPS = 3  # the first compiles and allocates the moments; the last is reported
 EXAMPLE = """example, one node of 8 GPUs:
   torchrun --nproc-per-node 8 pretrain_llama.py --model llama3-8b --context-parallel-size 8 --seq-length 1048576 \\
@@ -52,7 +54,8 @@ def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
     """Refuse what cannot run on `world_size` ranks, then fill in what was left open. Touches no device and no file but the
     config.json of --load-hf.
 
-    Fills global_batch_size (sequences), upipe_heads_per_stage, lr_decay_iters and, with the WSD style, lr_wsd_decay_iters.
+    Fills global_batch_size (sequences), upipe_heads_per_stage, lr_decay_iters, with the WSD style lr_wsd_decay_iters, with
+    --profile its steps.
     Returns notes for the person (one line each): legal, but maybe not meant. Raises ArgumentError.
     """
     check_pretrained(args, _base_config(args))
@@ -69,6 +72,7 @@ def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
     check_data(args)
     check_evaluation(args)
     check_state(args)
+    check_profiling(args, world_size)
 
     context = args.context_parallel_size
     if not args.upipe_heads_per_stage:
@@ -79,6 +83,10 @@ def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
         args.global_batch_size = args.micro_batch_size * (world_size // context)
     if not args.lr_decay_iters:
         args.lr_decay_iters = args.train_iters
+    if args.profile and not args.profile_step_start:
+        args.profile_step_start = min(PROFILED_STEP, args.train_iters)
+    if args.profile and not args.profile_step_end:
+        args.profile_step_end = args.profile_step_start + PROFILED_STEPS
     if args.lr_decay_style == "WSD" and not args.lr_wsd_decay_iters:
         args.lr_wsd_decay_iters = max(1, min(args.lr_decay_iters // 10, args.lr_decay_iters - args.lr_warmup_iters))
     return long_context_notes(args, config)
@@ -191,7 +199,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     groups = (
         _add_model, add_rope_flags, _add_parallel, _add_memory, _add_training, _add_schedule, _add_data, _add_evaluation, _add_state,
-        _add_logging, _add_rehearsal,
+        _add_logging, _add_profiling, _add_rehearsal,
     )  # fmt: skip
     for add in groups:
         add(parser)
@@ -358,6 +366,22 @@ def _add_logging(parser):
     add("--tensorboard-dir", metavar="DIR", help="where TensorBoard events go")
     add("--log-jsonl", metavar="FILE", help="one JSON object a step")
     add("--record-memory-history", metavar="FILE", help="the first rank's GPU allocations, for docs.pytorch.org/memory_viz")
+    add("--progress-interval", type=POSITIVE_OR_ZERO, default=30.0, metavar="SECONDS",
+        help="a step that takes longer shows how far it is: in place on a terminal, else a line every so often; 0: never")  # fmt: skip
+    add("--heartbeat-file", metavar="FILE",
+        help="where the run is, as JSON replaced every few seconds; with {rank} in the name each rank has one")  # fmt: skip
+
+
+def _add_profiling(parser):
+    group = parser.add_argument_group("profiling", "Traces of some steps; tools/trace_summary.py says where their time went.")
+    add = group.add_argument
+    add("--profile", action="store_true", help="trace the steps below with torch's profiler")
+    add("--profile-step-start", type=COUNT, metavar="STEP",
+        help=f"first step to trace (default: {PROFILED_STEP}, or the last of a shorter run)")  # fmt: skip
+    add("--profile-step-end", type=COUNT, metavar="STEP",
+        help=f"first step not to trace any more (default: {PROFILED_STEPS} steps later)")  # fmt: skip
+    add("--profile-ranks", type=COUNT_OR_ZERO, nargs="+", default=[0], metavar="R", help="ranks that write a trace each")
+    add("--profile-dir", metavar="DIR", help="where the traces go (default: --tensorboard-dir, where its profiler plugin sees them)")
 
 
 def _add_rehearsal(parser):

@@ -42,6 +42,7 @@ from megacp.training.part_times import PartTimer
 from megacp.training.sharding import allocate_weights
 from megacp.training.step import StepSettings, step_settings
 from megacp.training.training_data import TrainingData
+from megacp.training.watchers import step_watchers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +120,10 @@ def rehearse(
             model, lr=args.lr, weight_decay=args.weight_decay, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps
         )
         meter = PhaseMeter(model, gauge)
-        run = TrainingRun(args, config, settings, model, optimizer, data.train, data.eod, device, dtype, meter=meter)
-        with PartTimer(device, optimizer) as timer:
+        with PartTimer(device, optimizer) as timer, step_watchers(args, model, optimizer, device, console=True) as watchers:
+            run = TrainingRun(
+                args, config, settings, model, optimizer, data.train, data.eod, device, dtype, meter=meter, watchers=watchers
+            )
             journal = _Journal(timer, args.train_iters)
             run.train(journal)
     report = _report(args, config, layout, settings, model, dtype, run, meter, journal)

@@ -10,8 +10,9 @@ checkpoint is the state between two steps. Evaluations, too, are between two ste
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,13 @@ from megacp.training.step import StepResult, StepSettings, train_step
 DATA_IDENTITY = ("data_path", "train_data_path", "mock_data", "split", "seq_length", "seed")
 
 
+class StepWatcher(Protocol):
+    """Told of every step: a profiler, a display of progress."""
+
+    def start_step(self, step: int, batches: list[PackedBatch]) -> None: ...  # `batches`: this rank's micro-batches
+    def finish_step(self) -> None: ...  # all of the step's work is enqueued; not called for a step that failed
+
+
 @dataclass
 class TrainingRun:
     """A model in training and its place in the run. Every rank holds one."""
@@ -51,6 +59,7 @@ class TrainingRun:
     dtype: torch.dtype
     evaluator: Evaluator | None = None  # every --eval-interval steps
     meter: PhaseMeter | None = None  # of the device's memory; on a GPU there always is one
+    watchers: Sequence[StepWatcher] = ()
     iteration: int = 0
     consumed_samples: int = 0
     saved_iteration: int = 0  # the last one that a checkpoint holds
@@ -135,6 +144,8 @@ class TrainingRun:
         if self.meter is not None:
             self.meter.start_step()
         batches = self._next_micro_batches()
+        for watcher in self.watchers:
+            watcher.start_step(self.iteration + 1, batches)
         rate = self._set_learning_rate()
         samples = range(self.consumed_samples, self.consumed_samples + args.global_batch_size)
 
@@ -144,14 +155,17 @@ class TrainingRun:
                 self.meter.mark("optimizer")
 
         result = train_step(self.model, self.optimizer, batches, self.settings, self.device, self.dtype, check)
+        seconds = time.perf_counter() - start
         if self.meter is not None:
             self.meter.finish_step()
+        for watcher in self.watchers:
+            watcher.finish_step()
         if result.backend.name != self.attention_backend and dist.get_rank() == 0:
             print(f"{'attention':10} {result.backend.reason}", flush=True)
         self.attention_backend = result.backend.name
         self.iteration += 1
         self.consumed_samples += args.global_batch_size
-        return self._record(result, rate, time.perf_counter() - start)
+        return self._record(result, rate, seconds)
 
     def _next_micro_batches(self) -> list[PackedBatch]:
         """This rank's tokens of the next global batch, one entry per accumulation step. A few MB: read whole before the step.

@@ -11,6 +11,7 @@ projection, gathering and reducing weights, and waiting.
 
 import time
 from collections import defaultdict
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from megacp.model import decoder_layer
 from megacp.model.attention_projections import AttentionProjections
 from megacp.model.output_head import OutputHead
 from megacp.training import step
+from megacp.training.wrapping import wrapped
 
 PARTS = {
     "projections": [(AttentionProjections, name) for name in ("pack_q", "pack_kv", "pack_do", "unpack_dq", "unpack_dkv")],
@@ -35,24 +37,17 @@ class PartTimer:
 
     def __init__(self, device: torch.device, optimizer: torch.optim.Optimizer):
         self._cuda = device.type == "cuda"
-        self._targets = [(part, *target) for part, targets in PARTS.items() for target in targets]
-        self._targets.append(("optimizer", optimizer, "step"))
+        self._targets = [(*target, partial(self._timed, part)) for part, targets in PARTS.items() for target in targets]
+        self._targets.append((optimizer, "step", partial(self._timed, "optimizer")))
         self._spans: dict[str, list[tuple]] = defaultdict(list)
-        self._replaced: list[tuple[object, str, object, bool]] = []
 
     def __enter__(self) -> "PartTimer":
-        for part, owner, name in self._targets:
-            original = getattr(owner, name)
-            self._replaced.append((owner, name, original, name in vars(owner)))
-            setattr(owner, name, self._timed(part, original))
+        self._wrapped = wrapped(self._targets)
+        self._wrapped.__enter__()
         return self
 
     def __exit__(self, *exception) -> None:
-        for owner, name, original, its_own in self._replaced:
-            if its_own:
-                setattr(owner, name, original)
-            else:
-                delattr(owner, name)
+        self._wrapped.__exit__(*exception)
 
     def take(self) -> dict[str, float]:
         """Seconds by part since the last call. Waits for the GPU."""

@@ -1,7 +1,7 @@
 """Whether the places a run reads and writes can serve it, before it takes any memory: a wrong one would show after hours of training.
 
     check_paths(args)       # every rank: --load holds what it should, --save is free or what --load goes on from
-    check_logs(args)        # the first rank: --tensorboard-dir and --log-jsonl can be written
+    check_logs(args)        # the first rank: --tensorboard-dir, --log-jsonl and their like can be written
 
 Looks only: nothing is made, so a --dry-run may ask too. Raises ArgumentError naming the flag, the place and one that works.
 """
@@ -27,13 +27,11 @@ def check_logs(args: argparse.Namespace) -> None:
     """For the rank that writes them."""
     if args.tensorboard_dir is not None:
         _check_folder("--tensorboard-dir", Path(args.tensorboard_dir))
-    if args.log_jsonl is not None:
-        path = Path(args.log_jsonl)
-        if path.is_dir():
-            raise ArgumentError(f"--log-jsonl {path} is a folder; a file in it works: --log-jsonl {path / 'log.jsonl'}")
-        if path.exists() and not os.access(path, os.W_OK):
-            raise ArgumentError(f"--log-jsonl {path} cannot be written; another file works")
-        _check_folder("--log-jsonl", path.parent, shown=path)
+    if args.profile and args.profile_dir is not None:
+        _check_folder("--profile-dir", Path(args.profile_dir))
+    for flag, file, example in (("--log-jsonl", args.log_jsonl, "log.jsonl"), ("--heartbeat-file", args.heartbeat_file, "heartbeat.json")):
+        if file is not None:
+            _check_file(flag, Path(file), example)
 
 
 def _check_load(load: Path, args: argparse.Namespace) -> None:
@@ -64,6 +62,15 @@ def _check_not_anothers(save: Path, load: str | None) -> None:
             f"--save {save} holds checkpoints up to step {max(found)} that this run does not go on from, and would replace; "
             f"--load {save} goes on from there, and a folder of its own works too: --save {_free_name(save)}"
         )
+
+
+def _check_file(flag: str, path: Path, example: str) -> None:
+    """`path` is a file that can be written, or can be made."""
+    if path.is_dir():
+        raise ArgumentError(f"{flag} {path} is a folder; a file in it works: {flag} {path / example}")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ArgumentError(f"{flag} {path} cannot be written; another file works")
+    _check_folder(flag, path.parent, shown=path)
 
 
 def _check_folder(flag: str, path: Path, shown: Path | None = None) -> None:
