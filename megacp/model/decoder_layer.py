@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megacp.context_parallel.engine import stages_backward, stages_forward
+from megacp.kernels.head_layout import unpack_heads
 from megacp.kernels.precision import compute_dtype
 from megacp.kernels.rms_norm import rms_norm, rms_norm_backward
 from megacp.kernels.swiglu import swiglu_, swiglu_backward_
@@ -162,5 +163,5 @@ def _gather_heads(context: LayerContext, stages_CtnD: list[Tensor]) -> Tensor:
     ranks, tokens, _, head_dim = stages_CtnD[0].shape
     tile_tCnD = stages_CtnD[0].new_empty(tokens, ranks, schedule.heads_per_rank, head_dim)
     for stage, o_CtnD in zip(schedule.stages, stages_CtnD):
-        tile_tCnD[:, :, stage.q_start : stage.q_stop] = o_CtnD.transpose(0, 1)
+        unpack_heads(o_CtnD, 1, out=tile_tCnD[:, :, stage.q_start : stage.q_stop])
     return tile_tCnD.flatten(1)
