@@ -27,7 +27,7 @@ def check_logs(args: argparse.Namespace) -> None:
     """For the rank that writes them."""
     if args.tensorboard_dir is not None:
         _check_folder("--tensorboard-dir", Path(args.tensorboard_dir))
-    if args.profile and args.profile_dir is not None:
+    if args.profile_dir is not None:
         _check_folder("--profile-dir", Path(args.profile_dir))
     for flag, file, example in (("--log-jsonl", args.log_jsonl, "log.jsonl"), ("--heartbeat-file", args.heartbeat_file, "heartbeat.json")):
         if file is not None:

@@ -13,7 +13,7 @@ from megacp.training.path_checks import check_logs, check_paths
 
 
 def flags(**given):
-    names = ("save", "load", "load_hf", "tensorboard_dir", "log_jsonl")
+    names = ("save", "load", "load_hf", "tensorboard_dir", "log_jsonl", "heartbeat_file", "profile_dir")
     return argparse.Namespace(**{name: None if given.get(name) is None else str(given[name]) for name in names})
 
 
@@ -101,7 +101,11 @@ def test_a_hugging_face_folder_given_to_load(tmp_path):
         assert f"--load-hf {folder} works" in refusal(check_paths, load=folder, save=folder)
 
 
-@pytest.mark.parametrize("flag, check", [("save", check_paths), ("tensorboard_dir", check_logs), ("log_jsonl", check_logs)])
+PLACES = [("save", check_paths)]
+PLACES += [(name, check_logs) for name in ("tensorboard_dir", "log_jsonl", "heartbeat_file", "profile_dir")]
+
+
+@pytest.mark.parametrize("flag, check", PLACES)
 def test_places_that_cannot_be_written_are_named_before_the_run(tmp_path, monkeypatch, flag, check):
     (tmp_path / "file").write_text("")
     (tmp_path / "locked").mkdir()
@@ -115,10 +119,11 @@ def test_places_that_cannot_be_written_are_named_before_the_run(tmp_path, monkey
     assert not (tmp_path / "new").exists()
 
 
-def test_a_log_file_that_is_a_folder_or_is_not_ours(tmp_path, monkeypatch):
-    message = refusal(check_logs, log_jsonl=tmp_path)
-    check_logs(flags(log_jsonl=re.search(r"--log-jsonl (\S+)$", message)[1]))
+@pytest.mark.parametrize("name, flag", [("log_jsonl", "--log-jsonl"), ("heartbeat_file", "--heartbeat-file")])
+def test_a_file_that_is_a_folder_or_is_not_ours(tmp_path, monkeypatch, name, flag):
+    message = refusal(check_logs, **{name: tmp_path})
+    check_logs(flags(**{name: re.search(rf"{flag} (\S+)$", message)[1]}))
     (tmp_path / "log").write_text("")
-    check_logs(flags(log_jsonl=tmp_path / "log"))
+    check_logs(flags(**{name: tmp_path / "log"}))
     monkeypatch.setattr(path_checks.os, "access", lambda path, mode: not str(path).endswith("log"))
-    assert "cannot be written" in refusal(check_logs, log_jsonl=tmp_path / "log")
+    assert "cannot be written" in refusal(check_logs, **{name: tmp_path / "log"})
