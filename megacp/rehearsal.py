@@ -15,10 +15,8 @@ are counted. Host and disk hold one layer of each plan, which all such layers ov
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -26,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from megacp.checkpointing.random_state import seed_random_state
 from megacp.context_parallel.head_schedule import HeadSchedule
-from megacp.memory.counting import AllocationCounter
 from megacp.memory.policy import DISK, GPU, HOST, LayerPlan
 from megacp.memory.store import KEPT, ActivationStore, Geometry, planned_bytes
 from megacp.memory.units import GIB
@@ -35,7 +32,7 @@ from megacp.model.llama import Llama
 from megacp.parallel_state import ParallelLayout
 from megacp.training.fake_collectives import filled_collectives
 from megacp.training.loop import TrainingRun
-from megacp.training.memory_phases import CudaGauge, Gauge, PhaseMemory, PhaseMeter
+from megacp.training.memory_phases import PhaseMemory, PhaseMeter, device_gauge
 from megacp.training.metrics import StepRecord
 from megacp.training.optimizer import build_optimizer
 from megacp.training.part_times import PartTimer
@@ -113,7 +110,7 @@ def rehearse(
     if args.rehearse_attention == "stub":
         stub = "stub" if args.attention_backend == "auto" else f"stub-{args.attention_backend}"
         settings = dataclasses.replace(settings, attention_backend=stub)
-    with filled_collectives(), _gauge(device) as gauge:
+    with filled_collectives(), device_gauge(device) as gauge:
         seed_random_state(args.seed, 0, args.rehearse_rank)
         allocate_weights(model, device, args.seed, states_on_host=args.optimizer_cpu_offload)
         optimizer = build_optimizer(
@@ -155,15 +152,6 @@ class _Journal:
         self.record, self.part_seconds = record, self._timer.take()
         peak = record.peak_memory_gib
         print(f"step {record.step}/{self._steps} | {record.step_time_s:8.3f} s | peak {peak:8.3f} GiB", flush=True)
-
-
-@contextlib.contextmanager
-def _gauge(device: torch.device) -> Iterator[Gauge]:
-    if device.type == "cuda":
-        yield CudaGauge(device)
-    else:
-        with AllocationCounter() as counter:
-            yield counter
 
 
 def _report(

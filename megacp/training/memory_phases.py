@@ -28,6 +28,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megacp.memory.counting import AllocationCounter
 from megacp.model.llama import Llama
 
 BETWEEN = "between"
@@ -54,6 +55,16 @@ class CudaGauge:
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
+
+
+@contextmanager
+def device_gauge(device: torch.device) -> Iterator[Gauge]:
+    """The gauge of a device: a GPU's allocator, or a count of what runs inside the block."""
+    if device.type == "cuda":
+        yield CudaGauge(device)
+    else:
+        with AllocationCounter() as counter:
+            yield counter
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,102 @@
+"""The mode `layer`: one decoder layer of one rank by length, method, plan, query chunk and tile.
+
+Every combination of the flags' values is a row; the shortest first, so that what is long comes when what is short is measured.
+"""
+
+import argparse
+import itertools
+from functools import partial
+
+from megacp.argument_checks import ArgumentError
+from megacp.arguments import COUNT
+from megacp.benchmark.flags import heads_per_stage, query_chunk, token_count
+from megacp.benchmark.layer_bench import LayerBench, LayerCase, layer_row
+from megacp.benchmark.report import Column
+from megacp.benchmark.session import Session, model_named
+from megacp.context_parallel.head_schedule import build_head_schedule
+from megacp.memory.policy import PLANS
+from megacp.training.memory_phases import device_gauge
+
+COLUMNS = [
+    Column("seq_length", "length", "tokens", 8), Column("documents", "docs", ",", 5), Column("method", "method", "", 10),
+    Column("plan", "plan", "", 15), Column("query_chunk", "q chunk", "tokens", 7), Column("mlp_tile_size", "tile", "tokens", 5),
+    Column("attention", "attn", "", 9), Column("first_s", "first s", ".3f", 9), Column("forward_s", "fwd s", ".4f", 9),
+    Column("backward_s", "bwd s", ".4f", 9), Column("tokens_per_s_per_gpu", "tok/s/GPU", ",.1f", 10),
+    Column("model_tflops", "TFLOP/s", ".4g", 8), Column("matmul_share", "% matmul", "%", 8), Column("peak_gib", "peak GiB", ".3f", 9),
+    Column("forward_u", "fwd u", ".2f", 6), Column("backward_u", "bwd u", ".2f", 6), Column("outside_share", "% other", "%", 7),
+]  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("layer", "Every combination of what takes several values is a row.")
+    add = group.add_argument
+    add("--model", default="llama3-8b", metavar="PRESET", help="as of pretrain_llama.py")
+    add("--ranks", type=COUNT, default=8, metavar="N", help="context-parallel ranks of the job; this is one of them")
+    add("--seq-length", type=token_count, nargs="+", default=[131072], metavar="TOKENS",
+        help="of the whole sequence: 131072, 128K, 1M (default: 128K)")  # fmt: skip
+    add("--heads-per-stage", type=heads_per_stage, nargs="+", metavar="U",
+        help="query heads in flight over the group; a2a: all, plain Ulysses (default: --ranks, and a2a)")  # fmt: skip
+    add("--activation-memory", choices=tuple(PLANS), nargs="+", default=["gpu"], help="where the layer keeps its activations (default: gpu)")
+    add("--recompute-granularity", choices=("selective", "full"), nargs="+", default=["selective"],
+        help="full: the attention forward runs again in the backward (default: selective)")  # fmt: skip
+    add("--query-chunk", type=query_chunk, nargs="+", default=[None], metavar="TOKENS",
+        help="of a rank whose queries are in flight; all: not chunked (default: all)")  # fmt: skip
+    add("--mlp-tile-size", type=token_count, nargs="+", default=[8192], metavar="TOKENS", help="of a rank per step (default: 8192)")
+    add("--documents", type=token_count, nargs="+", default=[1], metavar="N", help="of equal length in the sequence (default: 1)")
+    add("--attention-backend", default="auto", metavar="NAME", help="as of pretrain_llama.py")
+    add("--disk-offload-dir", metavar="DIR", help="for --activation-memory disk")
+
+
+def cases(args: argparse.Namespace) -> list[LayerCase]:
+    """Raises ArgumentError naming a flag, its value and one that works."""
+    config = model_named(args.model)
+    stages = args.heads_per_stage or [args.ranks, None]
+    stages = list(dict.fromkeys(heads or config.num_attention_heads for heads in stages))
+    for length in args.seq_length:
+        if length % args.ranks:
+            near = max(args.ranks, length // args.ranks * args.ranks)
+            raise ArgumentError(f"--seq-length {length} is not a multiple of --ranks {args.ranks}; {near} is")
+        for documents in args.documents:
+            if documents > length:
+                raise ArgumentError(f"--documents {documents} are more than --seq-length {length} has tokens; {length} or fewer work")
+    for heads in stages:
+        _check_heads(config, args.ranks, heads)
+    for chunk, tile in itertools.product(args.query_chunk, args.mlp_tile_size):
+        if chunk and chunk % tile:
+            raise ArgumentError(f"--query-chunk {chunk} is not a multiple of --mlp-tile-size {tile}; {-(-chunk // tile) * tile} is")
+    if "disk" in args.activation_memory and args.disk_offload_dir is None:
+        raise ArgumentError("--activation-memory disk needs --disk-offload-dir DIR, a directory on a local disk")
+    grid = itertools.product(
+        sorted(args.seq_length), args.documents, args.activation_memory, args.recompute_granularity, stages, args.query_chunk,
+        args.mlp_tile_size,
+    )  # fmt: skip
+    return [
+        LayerCase(
+            config, args.ranks, length, heads, memory, recompute, chunk, tile, documents, args.attention_backend, args.disk_offload_dir
+        )
+        for length, documents, memory, recompute, heads, chunk, tile in grid
+    ]
+
+
+def _check_heads(config, ranks: int, heads: int) -> None:
+    try:
+        build_head_schedule(config.num_attention_heads, config.num_query_groups, ranks, heads)
+    except ValueError as error:
+        message = str(error).replace("--context-parallel-size", "--ranks").replace("--upipe-heads-per-stage", "--heads-per-stage")
+        raise ArgumentError(message) from None
+
+
+def run(session: Session) -> None:
+    args, runner = session.args, session.runner("layer", COLUMNS)
+    for case in cases(args):
+        flops = case.model_flops * (args.warmup + args.repeats)
+        runner.run(case.describe(), flops, partial(_measure, session, case))
+
+
+def _measure(session: Session, case: LayerCase) -> tuple[dict, list[dict]]:
+    args = session.args
+    with device_gauge(session.device) as gauge:
+        bench = LayerBench(case, session.device, session.dtype, gauge)
+        runs = [bench.run() for _ in range(args.warmup + args.repeats)]
+        bench.check_finite()
+        return layer_row(case, bench, runs[0], runs[args.warmup :], session.ceilings), []
