@@ -5,14 +5,15 @@
 Worked example: one token, V = 2, logits_tV = [[0, 0]], labels_t = [1], grad_scale = 0.5. The loss is [ln 2] = [0.6931] and
 logits_tV now holds [[0.25, -0.25]]. With labels_t = [IGNORE_INDEX] the loss is [0] and the row [[0, 0]].
 
-Nothing of the size of the logits is allocated: fp32 and float64 logits are worked on in place, bf16 logits go through an
-fp32 buffer of at most `BUFFER_ELEMENTS` elements (256 MiB).
+Nothing of the size of the logits is allocated. On a GPU one Triton kernel does it all. In the plain-torch reference fp32 and
+float64 logits are worked on in place, bf16 logits go through an fp32 buffer of at most `BUFFER_ELEMENTS` elements (256 MiB).
 """
 
 import torch
 from torch import Tensor
 
 from megacp.kernels.precision import compute_dtype
+from megacp.kernels.triton_support import are_rows, serves
 
 IGNORE_INDEX = -100
 BUFFER_ELEMENTS = 2**26
@@ -23,11 +24,22 @@ def cross_entropy_forward_backward_(logits_tV: Tensor, labels_t: Tensor, grad_sc
     """Loss per token, fp32 (float64 for float64 logits), 0 where the label is IGNORE_INDEX; overwrites the logits.
 
     logits_tV becomes grad_scale * d(sum of losses)/d(logits), rows of ignored labels become 0 whatever they held.
-    Labels are int64 in [0, V) or IGNORE_INDEX; another value is an index error of torch's.
+    Labels are int64 in [0, V) or IGNORE_INDEX. Another value reads nothing out of bounds: it is an index error of torch's, or from
+    the Triton kernel a loss and a gradient row of nan.
     """
     if logits_tV.dim() != 2 or labels_t.shape != logits_tV.shape[:1]:
         raise ValueError(f"cross-entropy takes logits [t, V] and labels [t], not {list(logits_tV.shape)} and"
                          f" {list(labels_t.shape)}")
+    if serves(logits_tV) and are_rows(logits_tV):
+        from megacp.kernels.cross_entropy_triton import cross_entropy_forward_backward_triton_
+
+        return cross_entropy_forward_backward_triton_(logits_tV, labels_t, grad_scale)
+    return cross_entropy_forward_backward_reference_(logits_tV, labels_t, grad_scale)
+
+
+@torch.no_grad()
+def cross_entropy_forward_backward_reference_(logits_tV: Tensor, labels_t: Tensor, grad_scale: float) -> Tensor:
+    """`cross_entropy_forward_backward_` in plain torch."""
     tokens, vocab = logits_tV.shape
     dtype = compute_dtype(logits_tV.dtype)
     in_place = logits_tV.dtype == dtype

@@ -20,9 +20,10 @@ from megacp.kernels.triton_support import processors
 BLOCK_ELEMENTS = 4096  # of the rows that a program handles at a time, at least one row
 ELEMENTS_PER_WARP = 1024  # of a block: 32 a thread, and in backward 16, where five blocks are in registers at once
 PROGRAMS_PER_PROCESSOR = 2  # in backward; each adds a row of fp32 to the traffic
+STAGES = 2  # in backward: the next block's loads run under this one's arithmetic
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _forward_kernel(x_ptr, weight_ptr, y_ptr, rows, x_stride, width, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
@@ -33,30 +34,33 @@ def _forward_kernel(x_ptr, weight_ptr, y_ptr, rows, x_stride, width, eps, ROWS: 
     tl.store(y_ptr + row * width + column, (x * r * weight).to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     dy_ptr, x_ptr, weight_ptr, residual_ptr, dx_ptr, partial_ptr,
     rows, dy_stride, x_stride, residual_stride, dx_stride, width, eps,
-    HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, COLUMNS)[None, :]
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    dweight = tl.zeros([1, COLUMNS], tl.float32)
-    for block in range(program, tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    dweight = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for block in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = (row < rows) & (column < width)
         x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        a = dy * weight
         r = 1.0 / tl.sqrt(tl.sum(x * x, axis=1, keep_dims=True) / width + eps)
         normed = x * r
-        dweight += tl.sum(dy * normed, axis=0, keep_dims=True)
-        a = dy * weight
-        dx = (a - normed * (tl.sum(a * normed, axis=1, keep_dims=True) / width)) * r
+        dx = (a - normed * (tl.sum(a * x, axis=1, keep_dims=True) / width * r)) * r
+        dweight += dy * normed
         if HAS_RESIDUAL:
-            dx += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+            dx += residual
         tl.store(dx_ptr + row * dx_stride + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    tl.store(partial_ptr + program.to(tl.int64) * width + column, dweight, mask=column < width)
+    total = tl.sum(dweight, axis=0, keep_dims=True)
+    tl.store(partial_ptr + program.to(tl.int64) * width + column, total, mask=column < width)
 
 
 def rms_norm_triton(x_Td: Tensor, weight_d: Tensor, eps: float) -> Tensor:
@@ -87,7 +91,7 @@ def rms_norm_backward_triton(
         _backward_kernel[(programs,)](
             dy, x, weight_d, added, dx, partial,
             len(x), dy.stride(0), x.stride(0), added.stride(0), dx.stride(0), width, eps,
-            HAS_RESIDUAL=residual is not None, ROWS=block_rows, COLUMNS=columns,
+            HAS_RESIDUAL=residual is not None, ROWS=block_rows, COLUMNS=columns, STAGES=STAGES,
             num_warps=_warps(block_rows * columns, ELEMENTS_PER_WARP // 2),
         )  # fmt: skip
     return dx_Td, partial.sum(0)
