@@ -30,6 +30,7 @@ from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
 from megacp.model.llama import Llama
 from megacp.parallel_state import ParallelLayout
+from megacp.planning.host_states import host_state_bytes
 from megacp.training.fake_collectives import filled_collectives
 from megacp.training.loop import TrainingRun
 from megacp.training.memory_phases import PhaseMemory, PhaseMeter, device_gauge
@@ -54,7 +55,8 @@ class RehearsalReport:
     tokens_per_rank: int
     u: int  # bytes of one [T, d] in the compute dtype
     states: int  # alive before the step
-    gradients: int
+    gradients: int  # where the states are
+    host_states: int  # weights, moments and gradients in host memory (--optimizer-cpu-offload, a GPU); else 0
     phases: dict[str, PhaseMemory]
     layer_weight_gradients: int  # fp32, of one layer, whole
     layer_forward: int  # of one layer, its input counted
@@ -78,7 +80,9 @@ class RehearsalReport:
         lines = [
             f"{'rehearsal':10} rank {self.rank} of {self.world_size}, {self.tokens_per_rank:,} tokens a rank; u, one [T, d] in "
             f"{self.dtype}, is {_gib(self.u)}; attention {self.attention}; {self.device}",
-            f"{'states':10} {_gib(self.states)} weights and moments, {_gib(self.gradients)} gradients (this rank's shards)",
+            f"{'states':10} {_gib(self.states)} weights and moments, {_gib(self.gradients)} gradients (this rank's shards)"
+            if not self.host_states
+            else f"{'states':10} {_gib(self.host_states)} weights, moments and gradients in host memory (this rank's shards)",
             f"{'elsewhere':10} {_gib(self.host)} of host memory, {_gib(self.disk)} of disk for activations",
             "",
             f"{'memory':16}{'peak GiB':>10}{'above states GiB':>18}{'u':>9}",
@@ -175,6 +179,7 @@ def _report(
         u=unit,
         states=meter.start_bytes,
         gradients=sum(4 * shard.numel() for shard in shards),
+        host_states=host_state_bytes(config, layout.world_size) if args.optimizer_cpu_offload and cuda else 0,
         phases=phases,
         layer_weight_gradients=weight_gradients,
         layer_forward=phases["layer forward"].added + unit,

@@ -22,8 +22,8 @@ such code:
 
 Rungs from recompute on are `counted`: recompute keeps each layer's h and makes the rest again, with all heads at once and neither
 MLP nor head in tiles. Flags of pretrain_llama.py that change memory count here as there: --mlp-tile-size from the tiling rung on,
---upipe-heads-per-stage from UPipe's on, --upipe-query-chunk on the last (unless given, an eighth of a rank's tokens). Needs
-matplotlib.
+--upipe-heads-per-stage from UPipe's on, --upipe-query-chunk on its own rung (unless given, an eighth of a rank's tokens),
+--optimizer-cpu-offload on one more. Needs matplotlib.
 """
 
 import argparse
@@ -70,7 +70,8 @@ class Rung:
 
 
 def ladder(job: Job) -> list[Rung]:
-    """The rungs for a job as its flags have it; `job.query_chunk` is that of the last one."""
+    """The rungs for a job as its flags have it; `job.query_chunk` is that of the last one, or last but one where states leave too."""
+    states_on_host, job = job.states_on_host, replace(job, states_on_host=False)
     config, ranks = job.config, job.schedule.ulysses_degree
     all_heads = build_head_schedule(config.num_attention_heads, config.num_query_groups, ranks, config.num_attention_heads)
     untiled = replace(job, schedule=all_heads, tile_size=job.tokens, loss_tile_size=job.tokens, query_chunk=None)
@@ -78,7 +79,8 @@ def ladder(job: Job) -> list[Rung]:
     away = replace(remade, h=HOST)
     chunk = job.query_chunk or max(1, job.tokens // (CHUNKS * job.tile_size)) * job.tile_size
     in_stages = replace(job, query_chunk=None)
-    return [
+    in_chunks = replace(job, query_chunk=chunk)
+    rungs = [
         autograd_rung("baseline", job, ranks * job.tokens, sharded=False),
         autograd_rung("+ FSDP", job, ranks * job.tokens, sharded=True),
         autograd_rung("+ Ulysses", job, job.tokens, sharded=True),
@@ -87,8 +89,11 @@ def ladder(job: Job) -> list[Rung]:
         counted_rung("+ tiling", replace(in_stages, schedule=all_heads), away),
         counted_rung("+ UPipe", in_stages, away),
         counted_rung("+ saved attention, lean", in_stages, PLANS["lean"]),
-        counted_rung("+ query chunks", replace(job, query_chunk=chunk), PLANS["lean"]),
+        counted_rung("+ query chunks", in_chunks, PLANS["lean"]),
     ]
+    if states_on_host:
+        rungs.append(counted_rung("+ optimizer on the host", replace(in_chunks, states_on_host=True), PLANS["lean"]))
+    return rungs
 
 
 def counted_rung(name: str, job: Job, plan: LayerPlan) -> Rung:

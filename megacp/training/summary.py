@@ -50,6 +50,7 @@ def startup_summary(
         "batch": f"{args.global_batch_size} sequences of {args.seq_length:,} tokens a step, {job.tokens:,} tokens a rank at a "
         f"time, {accumulation} accumulated; attention mask {args.attention_mask}",
         "memory": f"predicted peak per rank {memory.device_bytes / GIB:.2f} GiB: {parts}{elsewhere}",
+        **({"optimizer": optimizer_summary(job)} if job.states_on_host else {}),
         "plan": f"\n{'':10} ".join(table(plans)),
         "data": data.description,
         **({"evaluation": evaluation_summary(args, data)} if args.eval_interval else {}),
@@ -57,6 +58,10 @@ def startup_summary(
         "counting": convention_text(peak),
     }
     return "\n".join([f"{key:10} {text}" for key, text in lines.items()] + [f"{'note':10} {note}" for note in notes])
+
+
+def optimizer_summary(job: Job) -> str:
+    return f"AdamW in host memory: {job.host_state_bytes / GIB:.2f} GiB of fp32 weights, moments and gradients (--optimizer-cpu-offload)"
 
 
 def evaluation_summary(args: argparse.Namespace, data: TrainingData) -> str:

@@ -1,0 +1,91 @@
+"""States in host memory (--optimizer-cpu-offload): is there room on this host, and how many of its cores update them.
+
+    prepare_host(job, plans, available_host_bytes())      # ValueError before anything is taken; sets torch's threads
+    update_threads()                                      # 16: of a host's 128 cores, shared by 8 ranks
+
+Memory that Linux has promised and cannot give ends a process without a word, hence the look beforehand.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+from megacp.memory.policy import HOST, LayerPlan
+from megacp.memory.store import planned_bytes
+from megacp.memory.units import GIB
+from megacp.planner import STATE_BYTES, Job
+from megacp.planning.host_states import host_state_bytes
+
+MOST_RANKS = 4096
+# Limit and use of a group of processes, of cgroups version 2 and 1; files kept in memory make room when asked.
+CGROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def prepare_host(job: Job, plans: list[LayerPlan], available: int | None) -> None:
+    """Raises ValueError naming --optimizer-cpu-offload when this host has no room for its ranks; lets updates use its cores.
+
+    `plans`: of the layers that have room of their own. `available`: bytes; None when nobody knows.
+    """
+    ranks_here = _local_ranks()
+    activations = planned_bytes(plans, job.geometry, HOST)
+    if available is not None and ranks_here * (job.host_state_bytes + activations) > available:
+        raise ValueError(_too_small(job, activations, ranks_here, available))
+    torch.set_num_threads(update_threads())
+
+
+def _too_small(job: Job, activations: int, ranks_here: int, available: int) -> str:
+    on_device = STATE_BYTES * job.config.parameter_count() // job.sharding_ranks
+    fixes = [f"without the flag states take {on_device / GIB:.2f} GiB of each GPU"]
+    for ranks in range(2 * job.sharding_ranks, MOST_RANKS + 1, job.sharding_ranks):
+        if ranks_here * (host_state_bytes(job.config, ranks) + activations) <= available:
+            fixes.insert(0, f"{ranks} ranks in all, as many a host, share them enough")
+            break
+    return (
+        f"--optimizer-cpu-offload: {ranks_here} {'rank' if ranks_here == 1 else 'ranks'} on this host take "
+        f"{job.host_state_bytes / GIB:.2f} GiB of host memory for states and {activations / GIB:.2f} for activations each, and "
+        f"{available / GIB:.2f} GiB are there; {', '.join(fixes)}"
+    )
+
+
+def update_threads() -> int:
+    """Threads of this rank's update: its share of the cores, or OMP_NUM_THREADS where that is more than 1.
+
+    torchrun sets it to 1 when nobody else has, so that one says nothing.
+    """
+    wanted = os.environ.get("OMP_NUM_THREADS", "1")
+    if wanted.isdecimal() and int(wanted) > 1:
+        return int(wanted)
+    return max(1, len(os.sched_getaffinity(0)) // _local_ranks())
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def available_host_bytes(root: Path = Path("/")) -> int | None:
+    """What this host's processes may still take, or those of its container where that is less. None where Linux does not say."""
+    meminfo = root / "proc/meminfo"
+    if not meminfo.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    rooms = [int(fields["MemAvailable"].split()[0]) * 1024]
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        for controller, files in CGROUP_FILES.items():
+            if controller in controllers.split(","):
+                mount = root / "sys/fs/cgroup" / controller
+                own = mount / group.lstrip("/")
+                rooms += [room for place in (own, *own.parents) if place.is_relative_to(mount) for room in _room(place, *files)]
+    return min(rooms)
+
+
+def _room(group: Path, limit_file: str, use_file: str, reclaimable: str) -> list[int]:
+    """Bytes left in a group of processes; none said where it has no limit."""
+    if not (group / limit_file).exists() or (limit := (group / limit_file).read_text().strip()) == "max":
+        return []
+    statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return [int(limit) - int((group / use_file).read_text()) + int(statistics[reclaimable])]
