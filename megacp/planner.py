@@ -3,6 +3,7 @@
     job = Job(config, schedule, tokens=131072, sharding_ranks=8, tile_size=8192, loss_tile_size=4096, dtype=torch.bfloat16)
     prediction = predict(job, [PLANS["lean"]] * 32)
     prediction.device_bytes, prediction.host_bytes, prediction.parts      # peak; pinned; {"states": …, "buffers": …}
+    prediction.moment, prediction.buffers                                 # "layer backward", {"k, v": …, "dxn": …}: the buffers by name
 
 There is no second model of the layer here to fall behind: allocations are those of `megacp.model.decoder_layer`, at their true size,
 with the attention kernel's own workspace from `megacp.kernels.attention.stub` and the exchanges through `Loopback`.
@@ -29,7 +30,9 @@ from megacp.model.config import ModelConfig
 from megacp.model.decoder_layer import DecoderLayer
 from megacp.model.layer_context import LayerContext
 from megacp.model.output_head import OutputHead
-from megacp.planning.host_states import host_state_bytes
+from megacp.planning.buffer_names import KEPT as KEPT_NAME
+from megacp.planning.buffer_names import buffer_name
+from megacp.planning.work import Work, WorkCounter
 
 STATE_BYTES, GRADIENT_BYTES = 4 + 8, 4  # per parameter, sharded, fp32: master weight and AdamW's two moments; gradient
 META = torch.device("meta")
@@ -40,7 +43,8 @@ class Job:
     """What the memory of a rank depends on besides the plans. `tokens` are the rank's; `kernel` is the attention backend.
 
     `accumulates`: several micro-batches a step, so that all gradients are there before the last backward begins. `states_on_host`:
-    weights, moments and gradients of this rank are in host memory (--optimizer-cpu-offload).
+    weights, moments and gradients of this rank are in host memory (--optimizer-cpu-offload). `sequences`: of a micro-batch, each one
+    document.
     """
 
     config: ModelConfig
@@ -54,6 +58,7 @@ class Job:
     kernel: str = "fa4"
     accumulates: bool = False
     states_on_host: bool = False
+    sequences: int = 1
 
     @property
     def geometry(self) -> Geometry:
@@ -67,7 +72,8 @@ class Job:
     @property
     def host_state_bytes(self) -> int:
         """Master weights, moments and gradients that this rank keeps in host memory."""
-        return host_state_bytes(self.config, self.sharding_ranks) if self.states_on_host else 0
+        parameters = self.config.parameter_count() if self.states_on_host else 0
+        return (STATE_BYTES + GRADIENT_BYTES) * parameters // self.sharding_ranks
 
     def host_bytes(self, plans: list[LayerPlan]) -> int:
         """All that this rank keeps in host memory: activations by `plans`, and states."""
@@ -75,22 +81,35 @@ class Job:
 
 
 @dataclass(frozen=True)
-class LayerPeaks:
-    """Bytes of one layer on the device, above weights. `kept`: between forward and backward; peaks contain it and `h` or its gradient.
+class LayerCount:
+    """Bytes of one layer on the device at the peaks of its forward and backward, by name and above weights; what it computes and moves.
 
-    The backward's peak has the layer's fp32 weight-gradient sums in it.
+    `kept`: bytes between forward and backward. Peaks contain what is kept then and `h` or its gradient; the backward's also the
+    layer's fp32 weight-gradient sums.
     """
 
-    forward: int
-    backward: int
+    forward_parts: dict[str, int]
+    backward_parts: dict[str, int]
     kept: int
+    forward_work: Work
+    backward_work: Work
+
+    @property
+    def forward(self) -> int:
+        return sum(self.forward_parts.values())
+
+    @property
+    def backward(self) -> int:
+        return sum(self.backward_parts.values())
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes of one rank at its peak, in parts that add up to `device_bytes`."""
+    """Bytes of one rank at its peak, in parts that add up to `device_bytes`; its `buffers` by name, and the moment of the peak."""
 
     parts: dict[str, int]
+    buffers: dict[str, int]
+    moment: str  # "layer forward", "layer backward" or "head"
     host_bytes: int
     disk_bytes: int
 
@@ -116,14 +135,16 @@ def predict(job: Job, plans: list[LayerPlan]) -> Prediction:
         parameters = config.parameter_count() if job.accumulates else later_layers * layer_parameters
         return GRADIENT_BYTES * parameters // job.sharding_ranks
 
-    kept_before, moments = 0, []
+    kept_before, moments = 0, []  # moments: (name, activations kept, buffers by name, gradients)
     for number, plan in enumerate(plans):
         layer = peaks[plan]
-        moments.append((kept_before, layer.forward, gradients(0)))
-        moments.append((kept_before + layer.kept, layer.backward - layer.kept, gradients(len(plans) - 1 - number)))
+        moments.append(("layer forward", kept_before, layer.forward_parts, gradients(0)))
+        buffers = dict(layer.backward_parts)
+        kept = kept_before + buffers.pop(KEPT_NAME, 0)
+        moments.append(("layer backward", kept, buffers, gradients(len(plans) - 1 - number)))
         kept_before += layer.kept
-    moments.append((kept_before, head_peak(job), gradients(0)))
-    kept, buffers, gradient_shards = max(moments, key=sum)
+    moments.append(("head", kept_before, head_count(job).parts, gradients(0)))
+    moment, kept, buffers, gradient_shards = max(moments, key=lambda at: at[1] + sum(at[2].values()) + at[3])
     parts = {
         "states": 0 if job.states_on_host else STATE_BYTES * config.parameter_count() // job.sharding_ranks,
         "gradients": gradient_shards,
@@ -132,9 +153,9 @@ def predict(job: Job, plans: list[LayerPlan]) -> Prediction:
         # One layer's gradients on their way: as autograd hands them over, and in fp32 for the reduction.
         "gradient reduction": layer_parameters * (itemsize + 4),
         "kept activations": kept,
-        "buffers": buffers,
+        "buffers": sum(buffers.values()),
     }
-    return Prediction(parts, job.host_bytes(plans), planned_bytes(plans, job.geometry, DISK))
+    return Prediction(parts, buffers, moment, job.host_bytes(plans), planned_bytes(plans, job.geometry, DISK))
 
 
 def choose_plans(job: Job, device_limit: int, host_limit: int | None, disk_limit: int | None, full: bool) -> list[LayerPlan]:
@@ -184,44 +205,63 @@ def table(plans: list[LayerPlan]) -> list[str]:
     return lines
 
 
+def layer_peaks(job: Job, plan: LayerPlan) -> LayerCount:
+    """One layer, counted. On the device it makes no difference whether the rest is on host or disk."""
+    return count_layer(job, replace(plan, **{name: HOST for name in KEPT if getattr(plan, name) == DISK}))
+
+
 @lru_cache(maxsize=256)
-def layer_peaks(job: Job, plan: LayerPlan) -> LayerPeaks:
-    """Runs one layer on the meta device and counts. On the device it makes no difference whether the rest is on host or disk."""
-    plan = replace(plan, **{name: HOST for name in KEPT if getattr(plan, name) == DISK})
+def count_layer(job: Job, plan: LayerPlan) -> LayerCount:
+    """Runs one layer on the meta device, forward and backward."""
     config = job.config
     layer = DecoderLayer(config, 0, device=META, dtype=job.dtype)
     ranks = job.schedule.ulysses_degree
+    sequence = ranks * job.tokens // job.sequences
     attention = AttentionSettings(
-        job.schedule, Loopback(ranks) if ranks > 1 else None, Documents((0, ranks * job.tokens)), config.kv_channels**-0.5,
-        f"stub-{job.kernel}", job.query_chunk,
+        job.schedule, Loopback(ranks) if ranks > 1 else None, Documents(tuple(sequence * i for i in range(job.sequences + 1))),
+        config.kv_channels**-0.5, f"stub-{job.kernel}", job.query_chunk,
     )  # fmt: skip
     context = LayerContext(
         attention, torch.empty(job.tokens, dtype=torch.int64, device=META),
         inverse_frequencies(config.kv_channels, config.rotary_base, device=META), 1.0, job.tile_size,
         ActivationStore([plan], job.geometry, META),
     )  # fmt: skip
-    with AllocationCounter("meta") as counter:
+    with AllocationCounter("meta", buffer_name) as memory, WorkCounter() as work:
         h_Td = torch.empty(job.tokens, config.hidden_size, dtype=job.dtype, device=META, requires_grad=True)
         out_Td = layer(h_Td, context)
-        forward = counter.peak_bytes()
+        forward, forward_work = memory.peak_holders(), work.take()
         del h_Td
         residual = job.unit  # the layer's output: the next layer's input, counted there if that keeps it
-        kept = counter.live_bytes() - residual
+        kept = memory.live_bytes() - residual
+        memory.rename_live(KEPT_NAME)
         g_Td = torch.empty_like(out_Td)
-        counter.reset_peak()
+        memory.reset_peak()
         out_Td.backward(g_Td)
-        return LayerPeaks(forward, counter.peak_bytes() - residual, kept)
+        backward, backward_work = memory.peak_holders(), work.take()
+    backward[KEPT_NAME] -= residual
+    return LayerCount(forward, backward, kept, forward_work, backward_work)
+
+
+@dataclass(frozen=True)
+class HeadCount:
+    """The output head at its peak: bytes by name above weights and kept activations, and its work."""
+
+    parts: dict[str, int]
+    work: Work
 
 
 @lru_cache(maxsize=64)
-def head_peak(job: Job) -> int:
-    """Bytes of the output head above weights and kept activations: its input, the gradient of it, a tile, the weight gradient."""
+def head_count(job: Job) -> HeadCount:
+    """Runs the head on the meta device: its input, the gradient of it, a tile, the weight gradient."""
     config = job.config
     head = OutputHead(replace(config, untie_embeddings_and_output_weights=True), device=META, dtype=job.dtype)
-    with AllocationCounter("meta") as counter:
+    with AllocationCounter("meta", buffer_name) as memory, WorkCounter() as work:
         h_Td = torch.empty(job.tokens, config.hidden_size, dtype=job.dtype, device=META, requires_grad=True)
         labels_T = torch.empty(job.tokens, dtype=torch.int64, device=META)
         head(h_Td, labels_T, 1.0, job.loss_tile_size)
-        return counter.peak_bytes()
+        return HeadCount(memory.peak_holders(), work.take())
 
 
+def head_peak(job: Job) -> int:
+    """Bytes of the output head above weights and kept activations."""
+    return sum(head_count(job).parts.values())

@@ -66,11 +66,43 @@ def test_a_prediction_has_the_states_and_the_deepest_moment():
     assert everything.parts["gradients"] == 0, "the last layer's backward: no gradient but its own yet"
     accumulating = predict(replace(job, accumulates=True), [LayerPlan()] * 6)
     assert accumulating.parts["gradients"] == 4 * CONFIG.parameter_count() // 8
-    assert everything.parts["kept activations"] == 6 * layer_peaks(job, LayerPlan()).kept
+    output_done = 2 * GIB // 4 + 4 * 8 * 131072  # in the second stage of the last layer: two outputs and a lse are freed
+    assert everything.parts["kept activations"] == 6 * layer_peaks(job, LayerPlan()).kept - output_done
     assert everything.host_bytes == everything.disk_bytes == 0
     last_near = [PLANS["host"]] * 5 + [LayerPlan()]
     assert predict(job, last_near).device_bytes < everything.device_bytes - 4 * GIB
     assert predict(job, last_near).host_bytes == planned_bytes(last_near, job.geometry, HOST)
+
+
+STAGE = GIB // 4  # one of four stages of heads, of 8 ranks' tokens: q, o, do, dq, and k and v each
+
+
+@pytest.mark.parametrize(
+    "plan, query_chunk, expected",
+    [
+        # dk and dv: those of the stages before, and of the call. The kernel's sum of dq is in fp32, with two fp32 rows.
+        (PLANS["gpu"], None, {"residual gradient": 4, "dxn": 4, "k, v": 2, "dk, dv": 4, "q": 1, "o": 1, "do": 1, "dq": 1}),
+        (PLANS["host"], None, {"residual gradient": 4, "dxn": 4, "k, v": 2, "dk, dv": 4, "q": 1, "o": 1, "do": 1, "dq": 1}),
+        (PLANS["lean"], None, {"residual gradient": 4, "k, v": 2, "dk, dv": 4, "q": 1, "o": 1, "do": 1, "dq": 1}),
+        # Chunks: k, v and their sums in fp32 span the sequence; the rest an eighth of it, and the dk, dv of one call.
+        (PLANS["lean"], 16384, {"residual gradient": 4, "k, v": 2, "dk, dv sums": 4, "dk, dv": 2, "q": 1 / 8, "o": 1 / 8, "do": 1 / 8}),
+    ],
+)
+def test_buffers_have_names_and_add_up_to_the_counted_peak(plan, query_chunk, expected):
+    job = job_of(query_chunk=query_chunk, tile_size=2048)  # tiles that are small beside u
+    layer = layer_peaks(job, plan)
+    found = layer.backward_parts
+    assert sum(found.values()) == layer.backward
+    for name, stages in expected.items():
+        assert found[name] == stages * STAGE, name
+    assert found["weight gradients"] == 4 * CONFIG.layer_parameters()
+    if query_chunk is None:
+        assert found["attention workspace"] == 2 * STAGE + 2 * 4 * 8 * 131072
+    unnamed = set(found) - set(expected) - {"weight gradients", "attention workspace", "kept activations", "lse", "dq"}
+    assert sum(found[name] for name in unnamed) < STAGE / 100
+    prediction = predict(job, [plan] * 6)
+    assert sum(prediction.buffers.values()) == prediction.parts["buffers"]
+    assert prediction.moment == "layer backward"
 
 
 def near_layers(plans):

@@ -16,27 +16,28 @@ kernel allocates and frees inside itself, and the fake tensors with which DTenso
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PACKAGE = str(Path(__file__).parents[1])
+from megacp.memory.allocation_sites import line_of
 
 
 class AllocationCounter(TorchDispatchMode):
     """A context manager; sees what runs in its thread, which without a GPU includes autograd's backward.
 
-    `device_type` "meta" counts tensors that have shapes and no memory: a layer at its true size, in a moment.
+    `device_type` "meta" counts tensors that have shapes and no memory: a layer at its true size, in a moment. `name` says of the
+    frame in which something is allocated what it is.
     """
 
-    def __init__(self, device_type: str = "cpu"):
+    def __init__(self, device_type: str = "cpu", name: Callable[[FrameType], str] = line_of):
         super().__init__()
-        self._device_type = device_type
-        self._storages: dict[int, tuple[weakref.ref, int, str]] = {}  # by address: (the storage, bytes, where it was made)
+        self._device_type, self._name = device_type, name
+        self._storages: dict[int, tuple[weakref.ref, int, str]] = {}  # by address: (the storage, bytes, name)
         self._foreign: dict[int, weakref.ref] = {}  # from before
         self._live = self._peak = 0
         self._holders_at_peak: list[tuple[str, int]] = []
@@ -53,11 +54,15 @@ class AllocationCounter(TorchDispatchMode):
         self._note_peak()
 
     def peak_holders(self) -> dict[str, int]:
-        """Bytes alive at the peak by the line of this package, or else of its caller, that made them; the most first."""
+        """Bytes alive at the peak by name, unless told otherwise the line that made them; the most first."""
         totals = Counter()
-        for site, bytes_ in self._holders_at_peak:
-            totals[site] += bytes_
+        for name, bytes_ in self._holders_at_peak:
+            totals[name] += bytes_
         return dict(totals.most_common())
+
+    def rename_live(self, name: str) -> None:
+        """What is alive now is called `name` from here on."""
+        self._storages = {key: (reference, bytes_, name) for key, (reference, bytes_, _) in self._storages.items()}
 
     def __enter__(self) -> "AllocationCounter":
         self._resize_ = torch.UntypedStorage.resize_  # no operator: FSDP calls it on the storage itself
@@ -107,10 +112,10 @@ class AllocationCounter(TorchDispatchMode):
         if key not in self._storages:
             if not bytes_:
                 return
-            self._storages[key] = weakref.ref(storage, lambda _: self._forget(key)), 0, _site()
-        reference, before, site = self._storages[key]
+            self._storages[key] = weakref.ref(storage, lambda _: self._forget(key)), 0, self._name(sys._getframe(1))
+        reference, before, name = self._storages[key]
         if bytes_ != before:
-            self._storages[key] = reference, bytes_, site
+            self._storages[key] = reference, bytes_, name
             self._live += bytes_ - before
             self._note_peak()
 
@@ -121,19 +126,4 @@ class AllocationCounter(TorchDispatchMode):
     def _note_peak(self) -> None:
         if self._live > self._peak or not self._peak:
             self._peak = self._live
-            self._holders_at_peak = [(site, bytes_) for _, bytes_, site in self._storages.values()]
-
-
-def _site() -> str:
-    """`file.py:line` of the innermost frame of this package outside this file, or else of the innermost outside torch."""
-    frame, fallback = sys._getframe(1), None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file != __file__:
-            site = f"{Path(file).name}:{frame.f_lineno}"
-            if file.startswith(PACKAGE):
-                return site
-            if fallback is None and "/torch/" not in file:
-                fallback = site
-        frame = frame.f_back
-    return fallback or "torch"
+            self._holders_at_peak = [(name, bytes_) for _, bytes_, name in self._storages.values()]

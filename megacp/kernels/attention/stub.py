@@ -46,11 +46,14 @@ class Stub:
 
     def _forward(self, q_SHD, k_SKD, v_SKD, documents, scale):
         queries, heads, _ = q_SHD.shape
-        return _zeros_like(q_SHD), torch.zeros(heads, queries, dtype=torch.float32, device=q_SHD.device)
+        o_SHD = _zeros_like(q_SHD)
+        lse_HS = torch.zeros(heads, queries, dtype=torch.float32, device=q_SHD.device)
+        return o_SHD, lse_HS
 
     def _backward(self, do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, documents, scale):
         (queries, heads, head_dim), (keys, kv_heads, _) = q_SHD.shape, k_SKD.shape
-        gradients = tuple(_zeros_like(x) for x in (q_SHD, k_SKD, v_SKD))
+        dq_SHD = _zeros_like(q_SHD)
+        dk_SKD, dv_SKD = _zeros_like(k_SKD), _zeros_like(v_SKD)
 
         def workspace(tokens: int, *widths: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(_in_blocks(tokens, documents), *widths, dtype=dtype, device=q_SHD.device)
@@ -61,7 +64,7 @@ class Stub:
         elif heads > kv_heads:
             held += [workspace(keys, heads, head_dim, dtype=k_SKD.dtype) for _ in "kv"]
         del held
-        return gradients
+        return dq_SHD, dk_SKD, dv_SKD
 
 
 STUBS = {

@@ -1,0 +1,130 @@
+"""What a layer or the head computes and moves, counted while it runs on the meta device: FLOPs by part, messages, copies.
+
+    with WorkCounter() as counter:
+        out_Td = layer(h_Td, context)
+        forward = counter.take()
+    forward.gemm_flops             # {"projections": …, "mlp": …, "other": …}: 2·m·n·k of each matrix product
+    forward.attention_forward      # {FLOPs of a call: calls}; 4·D for each query, head and key that it sees
+    forward.messages               # {bytes that a rank hands to an all-to-all, its own block included: all-to-alls}
+    forward.copies                 # {(id of the region, "out" or "in"): bytes}, between the device and host or disk
+
+The parts are those that a rehearsal times (`megacp.training.part_times`), so that work and seconds of a part can be divided.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megacp.context_parallel import engine
+from megacp.kernels.attention import Documents
+from megacp.memory.host_region import HostRegion
+from megacp.model import decoder_layer
+from megacp.model.attention_projections import AttentionProjections
+from megacp.model.output_head import OutputHead
+
+LAYER_PARTS = {
+    "projections": [(AttentionProjections, name) for name in ("pack_q", "pack_kv", "pack_do", "unpack_dq", "unpack_dkv")],
+    "all-to-all": [(engine, "all_to_all")],
+    "attention": [(engine, "attention_forward"), (engine, "attention_backward")],
+    "mlp": [(decoder_layer, "_mlp_forward"), (decoder_layer, "_mlp_backward_")],
+    "head": [(OutputHead, "forward")],
+}
+OTHER = "other"  # the output projection
+BACKWARD_FLOPS = 2.5  # of attention, in those of the forward: five matrix products, two in the forward
+FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # operator: position of its first factor
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one rank; see the module."""
+
+    gemm_flops: Counter = field(default_factory=Counter)
+    attention_forward: Counter = field(default_factory=Counter)
+    attention_backward: Counter = field(default_factory=Counter)
+    messages: Counter = field(default_factory=Counter)
+    copies: Counter = field(default_factory=Counter)
+
+    @property
+    def flops(self) -> float:
+        """All that is computed; what is computed again included."""
+        forward, backward = (sum(flops * calls for flops, calls in x.items()) for x in (self.attention_forward, self.attention_backward))
+        return sum(self.gemm_flops.values()) + forward + BACKWARD_FLOPS * backward
+
+
+class WorkCounter(TorchDispatchMode):
+    """A context manager. While it is on, the functions of `LAYER_PARTS` are replaced by counted ones."""
+
+    def __init__(self):
+        super().__init__()
+        self._work, self._part, self._replaced = Work(), OTHER, []
+
+    def take(self) -> Work:
+        """What was done since the last call."""
+        done, self._work = self._work, Work()
+        return done
+
+    def __enter__(self) -> "WorkCounter":
+        for part, targets in LAYER_PARTS.items():
+            for owner, name in targets:
+                self._replace(owner, name, lambda *args, part=part: self._enter_part(part, *args))
+        self._replace(engine, "all_to_all", self._note_message)
+        self._replace(engine, "attention_forward", lambda q, k, *args: self._note_attention("attention_forward", q, args[1]))
+        self._replace(engine, "attention_backward", lambda do, q, *args: self._note_attention("attention_backward", q, args[4]))
+        self._replace(HostRegion, "write", lambda region, key, offset, tensor, _: self._note_copy(region, "out", tensor))
+        self._replace(HostRegion, "read", lambda region, key, offset, tensor, _: self._note_copy(region, "in", tensor))
+        return super().__enter__()
+
+    def __exit__(self, *exception) -> None:
+        super().__exit__(*exception)
+        for owner, name, original in reversed(self._replaced):
+            setattr(owner, name, original)
+
+    def _replace(self, owner, name: str, note: Callable) -> None:
+        original = getattr(owner, name)
+
+        def noted(*args, **kwargs):
+            part = self._part
+            note(*args)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._part = part
+
+        self._replaced.append((owner, name, original))
+        setattr(owner, name, noted)
+
+    def _enter_part(self, part: str, *_) -> None:
+        self._part = part
+
+    def _note_message(self, send_C: torch.Tensor, group) -> None:
+        if group is not None and group.size() > 1:
+            self._work.messages[send_C.nbytes] += 1
+
+    def _note_attention(self, kind: str, q_SHD: torch.Tensor, documents: Documents) -> None:
+        queries, heads, head_dim = q_SHD.shape
+        getattr(self._work, kind)[4 * head_dim * heads * visible_pairs(documents, queries)] += 1
+
+    def _note_copy(self, region: HostRegion, way: str, tensor: torch.Tensor) -> None:
+        self._work.copies[id(region), way] += tensor.nbytes
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__.rstrip("_")
+        if name in FACTORS:
+            left, right = args[FACTORS[name] : FACTORS[name] + 2]
+            self._work.gemm_flops[self._part] += 2 * left.numel() * right.shape[-1]
+        return function(*args, **(kwargs or {}))
+
+
+def visible_pairs(documents: Documents, queries: int) -> int:
+    """(query, key) pairs when the last `queries` tokens of the stream look back, each to the beginning of its document.
+
+    >>> visible_pairs(Documents((0, 3, 8)), 8), visible_pairs(Documents((0, 3, 8)), 2)
+    (21, 9)
+    """
+    first = documents.total - queries
+    before = (max(first - start, 0) for start, _ in documents.spans())
+    lengths = (stop - start for start, stop in documents.spans())
+    return sum((n * (n + 1) - hidden * (hidden + 1)) // 2 for n, hidden in zip(lengths, before) if hidden < n)
