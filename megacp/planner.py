@@ -32,6 +32,7 @@ from megacp.model.layer_context import LayerContext
 from megacp.model.output_head import OutputHead
 from megacp.planning.buffer_names import KEPT as KEPT_NAME
 from megacp.planning.buffer_names import buffer_name
+from megacp.planning.host_states import host_state_bytes
 from megacp.planning.work import Work, WorkCounter
 
 STATE_BYTES, GRADIENT_BYTES = 4 + 8, 4  # per parameter, sharded, fp32: master weight and AdamW's two moments; gradient
@@ -72,8 +73,7 @@ class Job:
     @property
     def host_state_bytes(self) -> int:
         """Master weights, moments and gradients that this rank keeps in host memory."""
-        parameters = self.config.parameter_count() if self.states_on_host else 0
-        return (STATE_BYTES + GRADIENT_BYTES) * parameters // self.sharding_ranks
+        return host_state_bytes(self.config, self.sharding_ranks) if self.states_on_host else 0
 
     def host_bytes(self, plans: list[LayerPlan]) -> int:
         """All that this rank keeps in host memory: activations by `plans`, and states."""
