@@ -8,17 +8,17 @@
 On a CPU a smaller product in fp32; there are no copies to a host.
 """
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megacp.benchmark.clock import call_seconds
+
 GPU_SIDE, CPU_SIDE = 8192, 512
 COPY_BYTES = 2**30
-WARMUP, ROUNDS, CALLS = 10, 5, 10  # the median of ROUNDS of CALLS calls each
+WARMUP, ROUNDS = 10, 5
 
 
 @dataclass(frozen=True)
@@ -40,29 +40,14 @@ class Ceilings:
         return "; ".join(parts)
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits for all work on a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def seconds_of(function: Callable[[], object], device: torch.device) -> float:
-    """Of one call, all its work on the device done."""
-    synchronize(device)
-    start = time.perf_counter()
-    function()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
 def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     cuda = device.type == "cuda"
     side = GPU_SIDE if cuda else CPU_SIDE
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    matmul = 2 * side**3 / _call_seconds(lambda: a @ b, device)
+    matmul = 2 * side**3 / _seconds(lambda: a @ b, device)
     del a, b
     source = torch.empty(COPY_BYTES if cuda else COPY_BYTES // 64, dtype=torch.uint8, device=device).random_()
-    device_copy = 2 * source.nbytes / _call_seconds(lambda: source.clone(), device)
+    device_copy = 2 * source.nbytes / _seconds(lambda: source.clone(), device)
     to_host = to_device = None
     if cuda:
         host = torch.empty(source.shape, dtype=torch.uint8, pin_memory=True)
@@ -73,15 +58,10 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def _copy_seconds(destination: Tensor, source: Tensor, device: torch.device) -> float:
-    return _call_seconds(lambda: destination.copy_(source, non_blocking=True), device)
+    return _seconds(lambda: destination.copy_(source, non_blocking=True), device)
 
 
-def _call_seconds(call: Callable[[], object], device: torch.device) -> float:
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
     for _ in range(WARMUP):
         call()
-
-    def calls() -> None:
-        for _ in range(CALLS):
-            call()
-
-    return statistics.median(seconds_of(calls, device) for _ in range(ROUNDS)) / CALLS
+    return call_seconds(call, device, ROUNDS)

@@ -12,12 +12,14 @@ backward, above their fp32 gradient sums, as in a rehearsal's report.
 """
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from megacp.benchmark.ceilings import Ceilings, seconds_of
+from megacp.benchmark.ceilings import Ceilings
+from megacp.benchmark.clock import seconds_of
+from megacp.benchmark.product_counter import ProductCounter
 from megacp.benchmark.work import attention_flops, equal_borders, layer_model_flops
 from megacp.context_parallel.all_to_all import Loopback
 from megacp.context_parallel.engine import AttentionSettings
@@ -212,14 +214,16 @@ def layer_row(case: LayerCase, bench: LayerBench, first: Repetition, repetitions
 def gemm_flops(case: LayerCase) -> tuple[int, int]:
     """Executed in matrix products outside attention, forward and backward, recompute counted.
 
-    The layer runs on the meta device and its products are counted, so this stays true when the layer's schedule changes.
+    The layer runs on the meta device and its products are counted, so this stays true when the layer's schedule changes. One tile is
+    enough: products are linear in the tokens.
     """
-    meta = torch.device("meta")
-    layer = DecoderLayer(case.config, 0, device=meta, dtype=torch.bfloat16)
-    context = layer_context(case, "stub-fa4", meta, torch.bfloat16)
-    h_Td = torch.empty(case.tokens, case.config.hidden_size, dtype=torch.bfloat16, device=meta, requires_grad=True)
-    with FlopCounterMode(display=False) as forward:
+    meta, dtype, tokens = torch.device("meta"), torch.bfloat16, min(case.tile_size, case.tokens)
+    case, times = replace(case, seq_length=case.ranks * tokens, documents=1, query_chunk=None), Fraction(case.tokens, tokens)
+    layer = DecoderLayer(case.config, 0, device=meta, dtype=dtype)
+    context = layer_context(case, "stub-fa4", meta, dtype)
+    h_Td = torch.empty(case.tokens, case.config.hidden_size, dtype=dtype, device=meta, requires_grad=True)
+    with ProductCounter() as forward:
         out_Td = layer(h_Td, context)
-    with FlopCounterMode(display=False) as backward:
+    with ProductCounter() as backward:
         out_Td.backward(torch.empty_like(out_Td))
-    return forward.get_total_flops(), backward.get_total_flops()
+    return int(forward.flops * times), int(backward.flops * times)

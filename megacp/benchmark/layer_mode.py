@@ -10,8 +10,11 @@ from functools import partial
 from megacp.argument_checks import ArgumentError
 from megacp.arguments import COUNT
 from megacp.benchmark.flags import heads_per_stage, query_chunk, token_count
-from megacp.benchmark.layer_bench import LayerBench, LayerCase, layer_row
+from megacp.benchmark.kernel_classes import ATTENTION, GEMM
+from megacp.benchmark.kernel_profile import KernelProfile
+from megacp.benchmark.layer_bench import LayerBench, LayerCase, gemm_flops, layer_row
 from megacp.benchmark.report import Column
+from megacp.benchmark.roofline import outside_share, roofline
 from megacp.benchmark.session import Session, model_named
 from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.memory.policy import PLANS
@@ -45,6 +48,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--documents", type=token_count, nargs="+", default=[1], metavar="N", help="of equal length in the sequence (default: 1)")
     add("--attention-backend", default="auto", metavar="NAME", help="as of pretrain_llama.py")
     add("--disk-offload-dir", metavar="DIR", help="for --activation-memory disk")
+    add("--profile", action=argparse.BooleanOptionalAction, default=True,
+        help="one repetition more, not timed, whose kernels tell where the time goes")  # fmt: skip
 
 
 def cases(args: argparse.Namespace) -> list[LayerCase]:
@@ -89,7 +94,7 @@ def _check_heads(config, ranks: int, heads: int) -> None:
 def run(session: Session) -> None:
     args, runner = session.args, session.runner("layer", COLUMNS)
     for case in cases(args):
-        flops = case.model_flops * (args.warmup + args.repeats)
+        flops = case.model_flops * (args.warmup + args.repeats + args.profile)
         runner.run(case.describe(), flops, partial(_measure, session, case))
 
 
@@ -99,4 +104,15 @@ def _measure(session: Session, case: LayerCase) -> tuple[dict, list[dict]]:
         bench = LayerBench(case, session.device, session.dtype, gauge)
         runs = [bench.run() for _ in range(args.warmup + args.repeats)]
         bench.check_finite()
-        return layer_row(case, bench, runs[0], runs[args.warmup :], session.ceilings), []
+        row = layer_row(case, bench, runs[0], runs[args.warmup :], session.ceilings)
+        if not args.profile:
+            return row, []
+        profile = KernelProfile(session.device)
+        bench.run(around=profile)
+    (attention_forward, attention_backward), (gemm_forward, gemm_backward) = case.attention_flops, gemm_flops(case)
+    flops = {
+        "forward": {ATTENTION: attention_forward, GEMM: gemm_forward},
+        "backward": {ATTENTION: attention_backward, GEMM: gemm_backward},
+    }
+    parts = roofline(profile.phases, flops, session.ceilings)
+    return row | {"outside_share": outside_share(parts)}, parts

@@ -102,7 +102,7 @@ def part_line(part: dict) -> str:
     text = f"    {part['phase']:9}{part['part']:14}{part['exposed_s']:10.4f} s {100 * part['exposed_share']:6.1f}%"
     if part.get("rate") is not None:
         scale, unit = (1e12, "TFLOP/s") if part["unit"] == "FLOP/s" else (1e9, "GB/s")
-        text += f"{part['rate'] / scale:10.1f} {unit:8}"
+        text += f"{part['rate'] / scale:10.4g} {unit:8}"
         if part.get("ceiling_share") is not None:
             text += f"{100 * part['ceiling_share']:6.1f}% of {part['ceiling']}"
     return text
