@@ -4,8 +4,9 @@ One program a row, two passes. The first keeps, in each of LANES lanes, a runnin
 lane has seen (Milakov and Gimelshein, arXiv 1805.02867); the lanes are joined at the end. The second writes the gradient, beginning
 with what was read last.
 
-Worked example, logits [2048, 128256] in bf16: a row is 250 KiB, 132 rows at a time are 32 MiB, which an L2 cache of 50 MiB holds.
-So the second pass reads little from memory again: near the least possible traffic, 501 MiB read and 501 MiB written.
+Worked example, logits [2048, 128256] in bf16: a row is 250 KiB; the 264 rows that run at a time on 132 processors are 64 MiB, most
+of which an L2 cache of 50 MiB still holds for the second pass. So the traffic is near the least possible, 501 MiB read and 501 MiB
+written.
 """
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from megacp.kernels.cross_entropy import IGNORE_INDEX
 
-LANES, VECTOR, NUM_WARPS = 512, 8, 16  # one lane a thread; 16 bytes of bf16 are loaded at a time
-REPEATS = 4  # loads in flight in each thread: 16,384 logits a step of the loop
+LANES, VECTOR, NUM_WARPS = 1024, 8, 32  # one lane a thread; 16 bytes of bf16 are loaded at a time
+REPEATS = 2  # loads of a thread in a step of the loop, which takes 16,384 logits; more, and only one program fits a processor
 LOWEST = tl.constexpr(-3.4e38)  # finite, so that a lane that has seen only -inf gives exp(-inf - LOWEST) = 0, not nan
 
 
