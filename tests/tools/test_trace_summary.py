@@ -87,6 +87,7 @@ def step_with_a_lagging_gpu(trace, at, number):
     trace.range("optimizer", at + 75, at + 90)
     trace.device("flash_fwd_kernel", at + 6, at + 10, at + 50)
     trace.device("ncclDevKernel_SendRecv", at + 8, at + 45, at + 60)  # exposed from 50 on
+    trace.device("ncclDevKernel_AllGather", at + 21, at + 46, at + 48)  # of the head's weights, fetched ahead
     trace.device("nvjet_tst_128x256_64x4", at + 22, at + 60, at + 80, api="cuda_driver")
     trace.device("Memcpy DtoH (Device -> Pinned)", at + 23, at + 75, at + 85, "gpu_memcpy")  # exposed from 80 on
     trace.device("flash_bwd_kernel", at + 45, at + 90, at + 140)  # 85 to 90 nothing runs
