@@ -58,8 +58,8 @@ def unpack_heads(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The transpose of `pack_heads`: gradients `(dy_to, dnorm_D)` of what it was given; dnorm_D in fp32, None without a norm.
 
-    `dx_CtnD` is any view whose last stride is 1. With a norm, `y_to` is what `pack_heads` was given, not yet normalised. dy_to is new
-    and contiguous, or it is written to `out`, `[t, G, n, D]`, any view whose last stride is 1, which is returned.
+    `dx_CtnD` is any view whose last stride is 1. With a norm, `y_to` is what `pack_heads` was given, not yet normalised. dy_to is
+    new and contiguous, or it is written to `out`, `[t, G, n, D]`, any view whose last stride is 1, which is returned.
     """
     ranks, tokens, heads, head_dim = dx_CtnD.shape
     shape = (tokens, ranks // copies, heads, head_dim)

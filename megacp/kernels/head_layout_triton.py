@@ -1,7 +1,7 @@
 """The GPU kernels behind `head_layout`: one read of a head, one write to each place it goes, everything between in fp32 registers.
 
-A row is one head of one token. A program takes the next `rows` rows of the GEMM-side matrix, `[t·G·n, D]`, each as two halves of D/2
-elements, the partners of the half-split RoPE. So the GEMM side is read (or written) in one run, and the other side in runs of n·D.
+A row is one head of one token. A program takes the next `ROWS` rows of the GEMM-side matrix, `[t·G·n, D]`, each as two halves of
+D/2 elements, the partners of the half-split RoPE. So the GEMM side is read (or written) in one run, the other side in runs of n·D.
 
 Worked example: t = 8,192 tokens, G·n = 8 heads, D = 128 are 65,536 rows; 32 of them, 4,096 elements, make a program of 8 warps.
 

@@ -18,6 +18,8 @@ import math
 import torch
 from torch import Tensor
 
+from megacp.kernels.triton_support import serves
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -75,6 +77,13 @@ def rotary_cos_sin(position_ids_T: Tensor, inv_freq: Tensor, factor: float = 1.0
     """cos_tD2 and sin_tD2 times `factor`, for the int64 positions of a tile of tokens."""
     if inv_freq.dtype != torch.float64:
         raise ValueError(f"inv_freq must be float64, as inverse_frequencies makes it, not {inv_freq.dtype}")
+    if dtype == torch.float32:
+        cos_tD2, sin_tD2 = (inv_freq.new_empty(len(position_ids_T), len(inv_freq), dtype=dtype) for _ in range(2))
+        if serves(cos_tD2, sin_tD2):
+            from megacp.kernels.rotary_triton import rotary_cos_sin_triton
+
+            rotary_cos_sin_triton(position_ids_T, inv_freq, cos_tD2, sin_tD2, factor)
+            return cos_tD2, sin_tD2
     angle_tD2 = position_ids_T.to(torch.float64).unsqueeze(-1) * inv_freq
     return angle_tD2.cos().mul_(factor).to(dtype), angle_tD2.sin().mul_(factor).to(dtype)
 

@@ -5,9 +5,9 @@
 Worked example: 16 tiles of 8,192 tokens give one fp32 sum over 131,072 tokens. With a bf16 total every tile after the first
 would be rounded to 8 bits beside a sum that is sixteen times as large.
 
-The sum is the GEMM's own (beta = 1): no product of the size of the weight is written and read again. A stage's rows of a weight are
-not one matrix, but C runs of n heads, `[C, n, D, i]`; C GEMMs of 128 rows would leave most of a GPU idle, so the tiles of a stage are
-summed in a matrix of their own and the sum goes to its C places once (Llama3-8B, U = 8: 16 MiB, [1024, 4096] in fp32).
+The sum is the GEMM's own (beta = 1): no product of the size of the weight is written and read again. A stage's rows of a weight
+are not one matrix, but C runs of n heads, `[C, n, D, i]`. C GEMMs of 128 rows would leave most of a GPU idle, so the tiles of a
+stage are summed in a matrix of their own and the sum goes to its C places once (Llama3-8B, U = 8: 16 MiB, [1024, 4096] in fp32).
 """
 
 from collections.abc import Iterator

@@ -10,8 +10,8 @@ written straight to their place in the send buffer.
 Worked example, Llama3-8B on 8 ranks, U = 8, tiles of 8,192: the query weight `[4096, 4096]` is viewed `[8, 4, 128, 4096]`; stage 1
 takes `[:, 1:2]`, so a tile makes `[8192, 8, 128]`, one head for each of the 8 ranks, and writes it to `[8, 131072, 1, 128]`.
 
-Letters: C ranks of the Ulysses group, G = min(C, K) groups of KV heads, T tokens of the rank, c of a query chunk, t of a tile, n query heads and m KV
-heads of a stage for one rank, D head dim, d hidden size.
+Letters: C ranks of the Ulysses group, G = min(C, K) groups of KV heads, T tokens of the rank, c of a query chunk, t of a tile,
+n query heads and m KV heads of a stage for one rank, D head dim, d hidden size.
 """
 
 from collections.abc import Iterator

@@ -17,11 +17,8 @@ class Case(NamedTuple):
     norm: bool
 
 
-CASES = [
-    Case(tokens, groups, copies, heads, head_dim, rotate, norm)
-    for tokens, groups, copies, heads, head_dim in ((1, 1, 1, 1, 2), (37, 4, 1, 3, 6), (70, 1, 4, 1, 128), (19, 3, 2, 5, 80), (5, 2, 2, 1, 256))
-    for rotate, norm in ((True, True), (True, False), (False, True), (False, False))
-]
+SIZES = ((1, 1, 1, 1, 2), (37, 4, 1, 3, 6), (70, 1, 4, 1, 128), (19, 3, 2, 5, 80), (5, 2, 2, 1, 256))
+CASES = [Case(*size, rotate, norm) for size in SIZES for rotate in (True, False) for norm in (True, False)]
 EPS = 1e-3
 
 
