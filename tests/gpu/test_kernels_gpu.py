@@ -59,6 +59,10 @@ def test_rotary_angles_at_ten_million_are_those_of_the_cpu():
     on_gpu = rotary_cos_sin(positions.to(DEVICE), frequencies.to(DEVICE), dtype=torch.float64)
     for ours, exact in zip(on_gpu, rotary_cos_sin(positions, frequencies, dtype=torch.float64)):
         assert (ours.cpu() - exact).abs().max().item() < 1e-12
+    yarn_factor = 1.4852030263919618
+    in_fp32 = rotary_cos_sin(positions.to(DEVICE), frequencies.to(DEVICE), yarn_factor)
+    for ours, exact in zip(in_fp32, rotary_cos_sin(positions, frequencies, yarn_factor, torch.float64)):
+        torch.testing.assert_close(ours.cpu().double(), exact, rtol=2**-24, atol=1e-9)  # rounded once
     x = random(len(positions), 4, 128, dtype=torch.bfloat16)
     cos, sin = rotary_cos_sin(positions.to(DEVICE), frequencies.to(DEVICE))
     assert_near(apply_rotary(x, cos, sin), apply_rotary(x.double(), *on_gpu), torch.bfloat16, "rotary")
