@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from megacp.kernels import cross_entropy_triton  # noqa: E402
-from megacp.kernels.cross_entropy import IGNORE_INDEX  # noqa: E402
-from megacp.kernels.cross_entropy_triton import cross_entropy_forward_backward_triton_  # noqa: E402
-from tests.kernels.rounding import UNIT, assert_rounded_once  # noqa: E402
+from megacp.kernels import cross_entropy_triton
+from megacp.kernels.cross_entropy import IGNORE_INDEX
+from megacp.kernels.cross_entropy_triton import cross_entropy_forward_backward_triton_
+from tests.kernels.rounding import UNIT, assert_rounded_once
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = cross_entropy_triton.REPEATS * cross_entropy_triton.LANES * cross_entropy_triton.VECTOR

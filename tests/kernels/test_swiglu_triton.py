@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from megacp.kernels.swiglu_triton import swiglu_backward_triton_, swiglu_triton_  # noqa: E402
-from tests.kernels.rounding import UNIT, assert_rounded_once  # noqa: E402
+from megacp.kernels.swiglu_triton import swiglu_backward_triton_, swiglu_triton_
+from tests.kernels.rounding import UNIT, assert_rounded_once
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -20,9 +20,10 @@ def exact_results(dz, gate, up):
     """z, dgate, dup in float64, and the size of the terms of each."""
     gate64, up64 = gate.double().requires_grad_(), up.double().requires_grad_()
     z64 = torch.nn.functional.silu(gate64) * up64
-    z64.backward(dz.double())
-    terms = (gate.double() * up.double()).abs(), ((1 + gate.double().abs()) * up.double() * dz.double()).abs(), gate.double() * dz.double()
-    return (z64.detach(), gate64.grad, up64.grad), [term.abs() for term in terms]
+    gradients = torch.autograd.grad(z64, (gate64, up64), dz.double())
+    gate64, up64, dz64 = gate64.detach(), up64.detach(), dz.double()
+    terms = z64.detach(), (1 + gate64.abs()) * up64 * dz64, gate64 * dz64
+    return (z64.detach(), *gradients), [term.abs() for term in terms]
 
 
 @pytest.mark.parametrize("dtype", UNIT)
@@ -43,7 +44,7 @@ def test_forward_and_backward_round_once_in_place(shape, dtype):
 
 
 def test_rows_with_a_stride_such_as_the_halves_of_one_product():
-    wide_t2F = torch.randn(4, 90, device=DEVICE)
+    wide_t2F = torch.randn(4, 90, device=DEVICE)  # and dz of another stride
     gate, up, between = wide_t2F[:, :37], wide_t2F[:, 50:87], wide_t2F[:, 37:50].clone()
     dz = torch.randn(4, 37, device=DEVICE)
     (z64, dgate64, dup64), (z_terms, dgate_terms, dup_terms) = exact_results(dz, gate, up)
