@@ -3,7 +3,6 @@
 In plain torch they are eight passes over float64 tensors, which every tile of every stage makes anew in forward and backward.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
