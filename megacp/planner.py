@@ -226,10 +226,11 @@ def count_layer(job: Job, plan: LayerPlan) -> LayerCount:
         inverse_frequencies(config.kv_channels, config.rotary_base, device=META), 1.0, job.tile_size,
         ActivationStore([plan], job.geometry, META),
     )  # fmt: skip
+    regions = {id(context.store.region(0, name)): name for name in KEPT}
     with AllocationCounter("meta", buffer_name) as memory, WorkCounter() as work:
         h_Td = torch.empty(job.tokens, config.hidden_size, dtype=job.dtype, device=META, requires_grad=True)
         out_Td = layer(h_Td, context)
-        forward, forward_work = memory.peak_holders(), work.take()
+        forward, forward_work = memory.peak_holders(), work.take(regions)
         del h_Td
         residual = job.unit  # the layer's output: the next layer's input, counted there if that keeps it
         kept = memory.live_bytes() - residual
@@ -237,7 +238,7 @@ def count_layer(job: Job, plan: LayerPlan) -> LayerCount:
         g_Td = torch.empty_like(out_Td)
         memory.reset_peak()
         out_Td.backward(g_Td)
-        backward, backward_work = memory.peak_holders(), work.take()
+        backward, backward_work = memory.peak_holders(), work.take(regions)
     backward[KEPT_NAME] -= residual
     return LayerCount(forward, backward, kept, forward_work, backward_work)
 

@@ -17,6 +17,7 @@ are counted. Host and disk hold one layer of each plan, which all such layers ov
 import argparse
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from megacp.checkpointing.random_state import seed_random_state
 from megacp.context_parallel.head_schedule import HeadSchedule
+from megacp.memory.copies import Copies
 from megacp.memory.policy import DISK, GPU, HOST, LayerPlan
 from megacp.memory.store import KEPT, ActivationStore, Geometry, planned_bytes
 from megacp.memory.units import GIB
@@ -31,12 +33,14 @@ from megacp.model.config import ModelConfig
 from megacp.model.llama import Llama
 from megacp.parallel_state import ParallelLayout
 from megacp.planning.host_states import host_state_bytes
+from megacp.training.activation_plans import memory_job
 from megacp.training.fake_collectives import filled_collectives
 from megacp.training.loop import TrainingRun
 from megacp.training.memory_phases import PhaseMemory, PhaseMeter, device_gauge
 from megacp.training.metrics import StepRecord
 from megacp.training.optimizer import build_optimizer
 from megacp.training.part_times import PartTimer
+from megacp.training.rehearsals import job_settings
 from megacp.training.sharding import allocate_weights
 from megacp.training.step import StepSettings, step_settings
 from megacp.training.training_data import TrainingData
@@ -67,6 +71,8 @@ class RehearsalReport:
     step_seconds: float
     part_seconds: dict[str, float]
     tokens_per_s_per_gpu: float
+    copy_bytes_per_s: float | None  # between device and pinned memory, each way while both run; None on a CPU
+    settings: dict  # what `megacp.training.rehearsals` makes the job of again
 
     @property
     def peak(self) -> int:
@@ -190,7 +196,30 @@ def _report(
         step_seconds=journal.record.step_time_s,
         part_seconds=journal.part_seconds,
         tokens_per_s_per_gpu=journal.record.tokens_per_s_per_gpu,
+        copy_bytes_per_s=copy_speed(run.device) if cuda else None,
+        settings=job_settings(
+            memory_job(args, config, layout, settings.schedule, dtype), plans,
+            args.global_batch_size // (args.micro_batch_size * layout.data_parallel_size), run.attention_pairs,
+        ),
     )
+
+
+COPIED_BYTES, TIMED_COPIES = 2**26, 8
+
+
+def copy_speed(device: torch.device) -> float:
+    """Bytes a second between the GPU and pinned memory, each way while both run, after one copy to warm up."""
+    copies, on_device = Copies(device), torch.empty(2, COPIED_BYTES, dtype=torch.uint8, device=device)
+    on_host = torch.empty(2, COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    for repetitions in (1, TIMED_COPIES):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(repetitions):
+            copies.to_host(on_host[0], on_device[0])
+            copies.to_device(on_device[1], on_host[1])
+        torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - start
+    return TIMED_COPIES * COPIED_BYTES / seconds
 
 
 def _gib(bytes_: int) -> str:

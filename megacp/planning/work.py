@@ -2,18 +2,18 @@
 
     with WorkCounter() as counter:
         out_Td = layer(h_Td, context)
-        forward = counter.take()
+        forward = counter.take({id(store.region(0, "h")): "h"})
     forward.gemm_flops             # {"projections": …, "mlp": …, "other": …}: 2·m·n·k of each matrix product
     forward.attention_forward      # {FLOPs of a call: calls}; 4·D for each query, head and key that it sees
     forward.messages               # {bytes that a rank hands to an all-to-all, its own block included: all-to-alls}
-    forward.copies                 # {(id of the region, "out" or "in"): bytes}, between the device and host or disk
+    forward.copies                 # {("h", "out"): …, ("h", "in"): …}: bytes between the device and host or disk, by region
 
 The parts are those that a rehearsal times (`megacp.training.part_times`), so that work and seconds of a part can be divided.
 """
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,10 +61,11 @@ class WorkCounter(TorchDispatchMode):
         super().__init__()
         self._work, self._part, self._replaced = Work(), OTHER, []
 
-    def take(self) -> Work:
-        """What was done since the last call."""
+    def take(self, regions: dict[int, str] | None = None) -> Work:
+        """What was done since the last call. `regions` names those that are kept, by id; another is the residual gradient's."""
         done, self._work = self._work, Work()
-        return done
+        copies = {((regions or {}).get(region, "residual_grad"), way): bytes_ for (region, way), bytes_ in done.copies.items()}
+        return replace(done, copies=Counter(copies))
 
     def __enter__(self) -> "WorkCounter":
         for part, targets in LAYER_PARTS.items():

@@ -1,0 +1,110 @@
+"""A rehearsal's report as a file, and the job of it again, to hold a prediction against or to correct speeds with.
+
+    python pretrain_llama.py --rehearse-world-size 8 … --rehearse-json r.json
+
+    rehearsal = read_rehearsal("r.json")
+    predict(rehearsal.job, rehearsal.plans).device_bytes, rehearsal.peak        # 41.2e9, 41.5e9
+    rehearsal.part_seconds["attention"], rehearsal.step_seconds
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megacp.argument_checks import ArgumentError
+from megacp.checkpointing.weights import config_from_json, config_to_json
+from megacp.context_parallel.head_schedule import build_head_schedule
+from megacp.kernels.attention.stub import STUBS
+from megacp.memory.policy import LayerPlan
+from megacp.planner import Job
+
+STUB = "stub-"
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a report says of a job. Bytes of the rank, seconds of its last step; `attention_pairs` are the global batch's."""
+
+    path: str
+    device: str
+    job: Job
+    plans: list[LayerPlan]
+    micro_batches: int
+    attention: str  # the backend; "stub-…" computed nothing
+    attention_pairs: int
+    peak: int
+    reserved: int | None
+    step_seconds: float
+    part_seconds: dict[str, float]
+    copy_bytes_per_s: float | None
+
+    @property
+    def pairs_share(self) -> float:
+        """Attention pairs of the step in those of sequences that are one document each."""
+        job = self.job
+        length = job.schedule.ulysses_degree * job.tokens // job.sequences
+        streams = self.micro_batches * job.sharding_ranks // job.schedule.ulysses_degree
+        return self.attention_pairs / (streams * job.sequences * (length * (length + 1) // 2))
+
+
+def job_settings(job: Job, plans: list[LayerPlan], micro_batches: int, attention_pairs: int) -> dict:
+    """What a report says of the job, beside the ranks, the dtype and the attention backend that it names for people too."""
+    return {
+        "model": config_to_json(job.config),
+        "context_parallel_size": job.schedule.ulysses_degree,
+        "upipe_heads_per_stage": job.schedule.heads_per_stage,
+        "upipe_query_chunk": job.query_chunk,
+        "mlp_tile_size": job.tile_size,
+        "loss_tile_size": job.loss_tile_size,
+        "micro_batch_size": job.sequences,
+        "seq_length": job.tokens * job.schedule.ulysses_degree // job.sequences,
+        "micro_batches": micro_batches,
+        "optimizer_cpu_offload": job.states_on_host,
+        "plans": [dataclasses.asdict(plan) for plan in plans],
+        "attention_pairs": attention_pairs,
+    }
+
+
+def read_rehearsal(path: str) -> Rehearsal:
+    """Raises ArgumentError that says what is wrong with the file and what works."""
+    report = read_json(path, "--rehearse-json of pretrain_llama.py")
+    try:
+        return _rehearsal(path, report)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        missing = f"has no {error}" if isinstance(error, KeyError) else f"cannot be used ({error})"
+        raise ArgumentError(
+            f"{path} {missing}, so it is no rehearsal's report; a file that --rehearse-json of pretrain_llama.py writes works"
+        ) from None
+
+
+def read_json(path: str, source: str) -> dict:
+    """The object in a file. Raises ArgumentError naming what would write one."""
+    try:
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be read ({error.strerror}); a file of {source} works") from None
+    except ValueError as error:
+        raise ArgumentError(f"{path} is not JSON ({error}); a file of {source} works") from None
+    if not isinstance(report, dict):
+        raise ArgumentError(f"{path} holds a {type(report).__name__}, not an object; a file of {source} works")
+    return report
+
+
+def _rehearsal(path: str, report: dict) -> Rehearsal:
+    settings = report["settings"]
+    config, ranks = config_from_json(settings["model"]), settings["context_parallel_size"]
+    schedule = build_head_schedule(config.num_attention_heads, config.num_query_groups, ranks, settings["upipe_heads_per_stage"])
+    kernel = report["attention"].removeprefix(STUB)
+    job = Job(
+        config, schedule, report["tokens_per_rank"], report["world_size"], settings["mlp_tile_size"], settings["loss_tile_size"],
+        getattr(torch, report["dtype"]), settings["upipe_query_chunk"], kernel if f"{STUB}{kernel}" in STUBS else "fa4",
+        settings["micro_batches"] > 1, settings["optimizer_cpu_offload"], settings["micro_batch_size"],
+    )  # fmt: skip
+    return Rehearsal(
+        path, report["device"], job, [LayerPlan(**plan) for plan in settings["plans"]], settings["micro_batches"], report["attention"],
+        settings["attention_pairs"], report["peak"], report["reserved"], report["step_seconds"], report["part_seconds"],
+        report["copy_bytes_per_s"],
+    )  # fmt: skip
