@@ -104,7 +104,7 @@ def progress_line(step: int, train_iters: int, where: Position, num_layers: int,
     parts = [
         f"step {step:>{len(str(train_iters))}}/{train_iters}",
         f"{where.phase:9} {layer:{7 + 2 * len(str(num_layers))}}",
-        f"micro-batch {where.micro_batch}/{micro_batches}" if micro_batches > 1 else None,
+        f"micro-batch {where.micro_batch:>{len(str(micro_batches))}}/{micro_batches}" if micro_batches > 1 else None,
         f"{100 * where.fraction:5.1f}%",
         f"{int(where.fraction * tokens):,} of {tokens:,} tokens",
         f"{duration_text(where.elapsed_s)} in" + ("" if where.eta_s is None else f", ETA {duration_text(where.eta_s)}"),
