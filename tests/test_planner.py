@@ -105,6 +105,28 @@ def test_buffers_have_names_and_add_up_to_the_counted_peak(plan, query_chunk, ex
     assert prediction.moment == "layer backward"
 
 
+def test_states_on_the_host_leave_the_device_and_count_against_the_host():
+    """A weight and a gradient in pinned memory, which comes in powers of two, and two moments, for the largest shard of each weight."""
+    near, away = job_of(tokens=16384), job_of(tokens=16384, states_on_host=True)
+    plans = [PLANS["host"]] * 6
+    before, after = predict(near, plans), predict(away, plans)
+    gone = {"states", "gradients"}
+    assert all(after.parts[part] == 0 for part in gone)
+    assert {name: bytes_ for name, bytes_ in after.parts.items() if name not in gone} == {
+        name: bytes_ for name, bytes_ in before.parts.items() if name not in gone
+    }
+    # In MiB of fp32, over 8 ranks: q, o 8; k, v 2; three of the MLP 28, which take 32; norms 1/512; both tables 8.
+    layer = 2 * (8 + 2) * 4 + 3 * (2 * 32 + 2 * 28) + 2 * 4 / 512
+    assert away.host_state_bytes == (6 * layer + 2 * 4 * 8 + 4 / 512) * 2**20
+    assert after.host_bytes - before.host_bytes == away.host_state_bytes
+
+    limit = predict(away, plans).device_bytes
+    activations = planned_bytes(plans, away.geometry, HOST)
+    assert near_layers(choose_plans(away, limit, activations + away.host_state_bytes, 0, False)) == 0
+    with pytest.raises(ValueError, match="beside 2.* GiB of states on the host"):
+        choose_plans(away, limit, activations + away.host_state_bytes - 1, 0, False)
+
+
 def near_layers(plans):
     return sum(plan.h == GPU for plan in plans)
 

@@ -39,15 +39,15 @@ def prepare_host(job: Job, plans: list[LayerPlan], available: int | None) -> Non
 
 def _too_small(job: Job, activations: int, ranks_here: int, available: int) -> str:
     on_device = STATE_BYTES * job.config.parameter_count() // job.sharding_ranks
-    fixes = [f"without the flag states take {on_device / GIB:.2f} GiB of each GPU"]
+    fix = "a smaller --host-memory-gib or --activation-memory disk leaves more for them"
     for ranks in range(2 * job.sharding_ranks, MOST_RANKS + 1, job.sharding_ranks):
         if ranks_here * (host_state_bytes(job.config, ranks) + activations) <= available:
-            fixes.insert(0, f"{ranks} ranks in all, as many a host, share them enough")
+            fix = f"{ranks} ranks in all, {ranks_here} a host, share them enough"
             break
     return (
         f"--optimizer-cpu-offload: {ranks_here} {'rank' if ranks_here == 1 else 'ranks'} on this host take "
-        f"{job.host_state_bytes / GIB:.2f} GiB of host memory for states and {activations / GIB:.2f} for activations each, and "
-        f"{available / GIB:.2f} GiB are there; {', '.join(fixes)}"
+        f"{job.host_state_bytes / GIB:.2f} GiB of host memory each for states and {activations / GIB:.2f} for activations, and "
+        f"{available / GIB:.2f} GiB are there for all; {fix}; without the flag states take {on_device / GIB:.2f} GiB of each GPU"
     )
 
 

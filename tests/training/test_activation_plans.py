@@ -78,3 +78,15 @@ def test_the_advice_names_the_disk_only_where_there_is_one():
     assert "--activation-memory disk" not in str(error) and "--activation-memory gpu" in str(error)
     _, error = refused("--activation-memory host --host-memory-gib 1 --disk-offload-dir /tmp")
     assert "--activation-memory disk" in str(error)
+
+
+def test_states_on_the_host_count_against_its_budget():
+    flags = "--optimizer-cpu-offload --activation-memory host"
+    job, plans = check(parse_args([*FLAGS, *flags.split()]))
+    enough = job.host_bytes(plans) / 2**30
+    check(parse_args([*FLAGS, *flags.split(), "--host-memory-gib", repr(enough)]))
+    _, error = refused(f"{flags} --host-memory-gib {enough - 1e-6!r}")
+    assert "one rank's activations and states take on the host" in str(error)
+    assert f"--optimizer-cpu-offload ({job.host_state_bytes / 2**30:.2f} GiB of states)" in str(error)
+    (own, *_) = error.fixes
+    assert own == {"host_memory_gib": pytest.approx(enough, abs=0.011)} and own["host_memory_gib"] >= enough

@@ -45,6 +45,8 @@ LAYOUTS = {
     "C2, U = H": (2, "--micro-batch-size 4 --context-parallel-size 2 --cp-comm-type a2a"),
     "C2, lean": (2, "--micro-batch-size 2 --context-parallel-size 2 --activation-memory lean --upipe-query-chunk 20"),
     "C2, attention again": (2, "--micro-batch-size 4 --context-parallel-size 2 --activation-memory host --recompute-granularity full"),
+    "optimizer on the host, accumulation": (1, "--micro-batch-size 2 --optimizer-cpu-offload"),
+    "C2, optimizer on the host": (2, "--micro-batch-size 4 --context-parallel-size 2 --optimizer-cpu-offload"),
     "C4, U = cu, accumulation": (4, "--micro-batch-size 1 --context-parallel-size 4 --upipe-heads-per-stage 4"),
     "C4, U = H, accumulation 2": (4, "--micro-batch-size 2 --context-parallel-size 4 --cp-comm-type a2a"),
     "DP2, accumulation 2, balanced": (2, "--micro-batch-size 1 --balance-batches"),
@@ -104,8 +106,8 @@ def _train(rank, world_size, flags):
     )
     device = torch.device("cpu")
     settings = step_settings(args, config, layout, schedule, device, torch.float32)
-    model = build_model(config, parallel_state.get_data_context_mesh(), torch.float32)
-    allocate_weights(model, device, args.seed)
+    model = build_model(config, parallel_state.get_data_context_mesh(), torch.float32, args.optimizer_cpu_offload)
+    allocate_weights(model, device, args.seed, states_on_host=args.optimizer_cpu_offload)
     weights = {name: parameter.full_tensor().detach().clone() for name, parameter in model.named_parameters()}
     optimizer = build_optimizer(
         model, lr=args.lr, weight_decay=args.weight_decay, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps
