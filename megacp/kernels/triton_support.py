@@ -13,6 +13,7 @@ CPU tensors: the tests do so.
 
 import functools
 import importlib.util
+import itertools
 
 import torch
 from torch import Tensor
@@ -37,7 +38,8 @@ def processors(x: Tensor) -> int:
 
 
 def _one_stride_leads(x: Tensor) -> bool:
-    return all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
+    leading = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size != 1]
+    return all(outer == inner * size for (_, outer), (size, inner) in itertools.pairwise(leading))
 
 
 @functools.cache

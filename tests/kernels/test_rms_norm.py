@@ -58,6 +58,29 @@ def test_wide_bf16_weight_gradient_is_accumulated_in_fp32():
     assert dweight.tolist() == pytest.approx([4096.0, 4096.0], rel=1e-6)  # bf16 sums would stop at 256
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_residual_is_added_before_the_rounding_and_its_memory_may_receive_the_sum(dtype):
+    x, dy, residual, weight = (torch.randn(size, dtype=torch.float64).to(dtype) for size in [(5, 3, 16)] * 3 + [(16,)])
+    x64 = x.double().requires_grad_()
+    reference(x64, weight, 1e-5).backward(dy.double())
+    exact = x64.grad + residual.double()
+    _, dweight = rms_norm_backward(dy, x, weight, 1e-5)
+    for out in (None, torch.empty_like(x), residual):
+        dx, dweight_again = rms_norm_backward(dy, x, weight, 1e-5, residual, out)
+        assert dx.dtype == dtype and (out is None or dx is out)
+        assert relative(dx, exact) < TOLERANCE[dtype] / 2  # a second rounding, of dx alone, would show
+        assert torch.equal(dweight, dweight_again)
+
+
+def test_a_residual_or_output_that_does_not_fit_says_what_does():
+    x, weight = torch.randn(3, 8), torch.ones(8)
+    for wrong in ({"dy_Td": x[:2]}, {"residual": x[:2]}, {"out": x[:, :4]}):
+        with pytest.raises(ValueError, match=r"\[3, 8\] does"):
+            rms_norm_backward(**{"dy_Td": x, "x_Td": x, "weight_d": weight, "eps": 1e-5} | wrong)
+    with pytest.raises(ValueError, match=r"out is torch.bfloat16, but x is torch.float32"):
+        rms_norm_backward(x, x, weight, 1e-5, out=x.bfloat16())
+
+
 def test_misfit_weight_says_what_fits():
     with pytest.raises(ValueError, match=r"\[8\] does"):
         rms_norm(torch.randn(3, 8), torch.randn(4), 1e-5)

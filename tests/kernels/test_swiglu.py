@@ -51,3 +51,10 @@ def test_large_gates_stay_finite():
     assert z.tolist() == [[0.0, 200.0, 0.0]]
     assert dgate.tolist() == [[0.0, 1.0, 0.5]]
     assert dup.tolist() == [[0.0, 200.0, 0.0]]
+
+
+def test_shapes_that_differ_are_named():
+    with pytest.raises(ValueError, match=r"one shape, not \[2, 3\], \[1, 3\]"):
+        swiglu_(torch.ones(2, 3), torch.ones(1, 3))
+    with pytest.raises(ValueError, match=r"one shape, not \[2, 3\], \[2, 3\], \[2, 4\]"):
+        swiglu_backward_(torch.ones(2, 3), torch.ones(2, 3), torch.ones(2, 4))
