@@ -268,9 +268,10 @@ def check_state(args: argparse.Namespace) -> None:
 def check_profiling(args: argparse.Namespace, world_size: int) -> None:
     """A profile has a place, steps that the run reaches, and ranks that there are."""
     if not args.profile:
-        for name in ("profile_step_start", "profile_step_end", "profile_dir"):
+        for name in ("profile_step_end", "profile_step_start", "profile_dir"):
             if getattr(args, name) is not None:
-                _refuse(name, getattr(args, name), "needs --profile", {"profile": True}, {name: None})
+                place = {} if args.profile_dir or args.tensorboard_dir else {"profile_dir": "profiles"}
+                _refuse(name, getattr(args, name), "needs --profile", {"profile": True} | place, {name: None})
         return
     if not args.profile_dir and not args.tensorboard_dir:
         raise ArgumentError("--profile needs --profile-dir or --tensorboard-dir; --profile-dir profiles works",

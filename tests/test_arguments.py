@@ -58,6 +58,13 @@ def test_wsd_decays_over_the_last_tenth_after_the_warm_up(warmup, expected):
     assert args.lr_wsd_decay_iters == expected
 
 
+@pytest.mark.parametrize("steps, expected", [(100, (10, 12)), (3, (3, 5))])
+def test_a_profile_takes_two_steps_once_all_is_warm_or_the_last_of_a_shorter_run(steps, expected):
+    args = parsed("--profile", "--profile-dir", "p", "--train-iters", steps)
+    validate_args(args, world_size=1)
+    assert (args.profile_step_start, args.profile_step_end) == expected
+
+
 @pytest.mark.parametrize("style", ["a2a", "upipe"])
 def test_validating_twice_changes_nothing(style):
     args = parsed("--cp-comm-type", style, "--context-parallel-size", 2, "--lr-decay-style", "WSD")
@@ -180,6 +187,15 @@ CASES = [
     (["--split", "0,1"], 1, ["--split 0,1"]),
     (["--split", "1,nan"], 1, ["--split 1,nan"]),
     (["--activation-memory", "disk"], 1, ["--activation-memory disk", "--disk-offload-dir", "--activation-memory host works"]),
+    (["--profile-step-start", 5], 1, ["--profile-step-start 5 needs --profile;", "--profile --profile-dir profiles or without"]),
+    (["--tensorboard-dir", "runs", "--profile-dir", "p"], 1, ["--profile-dir p needs --profile; --profile or without --profile-dir"]),
+    (["--profile-ranks", 0, "--profile"], 1, ["--profile needs --profile-dir or --tensorboard-dir; --profile-dir profiles works"]),
+    (["--profile", "--profile-dir", "p", "--train-iters", 4, "--profile-step-start", 5], 1,
+     ["--profile-step-start 5", "--train-iters 4; 4 works"]),
+    (["--profile", "--profile-dir", "p", "--profile-step-end", 3], 1, ["--profile-step-end 3", "--profile-step-start 1 or without"]),
+    (["--profile", "--profile-dir", "p", "--profile-step-start", 7, "--profile-step-end", 7], 1,
+     ["--profile-step-end 7", "--profile-step-start 7; 8 works"]),
+    (["--profile", "--profile-dir", "p", "--profile-ranks", 2], 2, ["--profile-ranks 2", "none of the 2 ranks; 0 works"]),
     (["--disk-memory-gib", 5], 1, ["--disk-memory-gib 5", "--disk-offload-dir", "without --disk-memory-gib works"]),
     (["--save-interval", 10], 1, ["--save-interval 10", "--save"]),
     (["--rope-scaling-factor", 8], 1, ["--rope-scaling-factor 8", "--rope-scaling-type none"]),
