@@ -1,4 +1,4 @@
-"""Types of the benchmark's flags.
+"""Types of the benchmark's flags, and what they must satisfy together.
 
 >>> token_count("128K"), token_count("1M"), token_count("5000")
 (131072, 1048576, 5000)
@@ -7,7 +7,12 @@ True
 """
 
 import argparse
+import itertools
 import re
+
+from megacp.argument_checks import ArgumentError
+from megacp.context_parallel.head_schedule import check_heads
+from megacp.model.config import ModelConfig
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20}
 
@@ -53,3 +58,29 @@ def head_shape(text: str) -> tuple[int, int]:
     if match is None or not int(match[1]) or not int(match[2]) or int(match[1]) % int(match[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not QUERY:KV heads, the second dividing the first; 1:1 or 4:1 is")
     return int(match[1]), int(match[2])
+
+
+def stage_sizes(wanted: list[int | None], config: ModelConfig) -> list[int]:
+    """Query heads a stage, each once; None becomes all of the model's."""
+    return list(dict.fromkeys(heads or config.num_attention_heads for heads in wanted))
+
+
+def check_ranks(config: ModelConfig, ranks: int, stages: list[int], lengths: list[int]) -> None:
+    """Raises ArgumentError when heads or tokens do not divide over the ranks."""
+    for heads in stages:
+        try:
+            check_heads(config.num_attention_heads, config.num_query_groups, ranks, heads)
+        except ValueError as error:  # it names the flags of pretrain_llama.py
+            text = str(error).replace("--context-parallel-size", "--ranks").replace("--upipe-heads-per-stage", "--heads-per-stage")
+            raise ArgumentError(text) from None
+    for length in lengths:
+        if length % ranks:
+            near = max(ranks, length // ranks * ranks)
+            raise ArgumentError(f"--seq-length {length} is not a multiple of --ranks {ranks}; {near} is")
+
+
+def check_documents(documents: list[int], lengths: list[int]) -> None:
+    """Raises ArgumentError when a stream has fewer tokens than documents."""
+    for number, length in itertools.product(documents, lengths):
+        if number > length:
+            raise ArgumentError(f"--documents {number} are more than --seq-length {length} has tokens; {length} or fewer work")

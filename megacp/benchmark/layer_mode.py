@@ -9,14 +9,13 @@ from functools import partial
 
 from megacp.argument_checks import ArgumentError
 from megacp.arguments import COUNT
-from megacp.benchmark.flags import heads_per_stage, query_chunk, token_count
+from megacp.benchmark.flags import check_documents, check_ranks, heads_per_stage, query_chunk, stage_sizes, token_count
 from megacp.benchmark.kernel_classes import ATTENTION, GEMM
 from megacp.benchmark.kernel_profile import KernelProfile
 from megacp.benchmark.layer_bench import LayerBench, LayerCase, gemm_flops, layer_row
 from megacp.benchmark.report import Column
 from megacp.benchmark.roofline import outside_share, roofline
 from megacp.benchmark.session import Session, model_named
-from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.memory.policy import PLANS
 from megacp.training.memory_phases import device_gauge
 
@@ -55,17 +54,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def cases(args: argparse.Namespace) -> list[LayerCase]:
     """Raises ArgumentError naming a flag, its value and one that works."""
     config = model_named(args.model)
-    stages = args.heads_per_stage or [args.ranks, None]
-    stages = list(dict.fromkeys(heads or config.num_attention_heads for heads in stages))
-    for length in args.seq_length:
-        if length % args.ranks:
-            near = max(args.ranks, length // args.ranks * args.ranks)
-            raise ArgumentError(f"--seq-length {length} is not a multiple of --ranks {args.ranks}; {near} is")
-        for documents in args.documents:
-            if documents > length:
-                raise ArgumentError(f"--documents {documents} are more than --seq-length {length} has tokens; {length} or fewer work")
-    for heads in stages:
-        _check_heads(config, args.ranks, heads)
+    stages = stage_sizes(args.heads_per_stage or [args.ranks, None], config)
+    check_ranks(config, args.ranks, stages, args.seq_length)
+    check_documents(args.documents, args.seq_length)
     for chunk, tile in itertools.product(args.query_chunk, args.mlp_tile_size):
         if chunk and chunk % tile:
             raise ArgumentError(f"--query-chunk {chunk} is not a multiple of --mlp-tile-size {tile}; {-(-chunk // tile) * tile} is")
@@ -83,19 +74,11 @@ def cases(args: argparse.Namespace) -> list[LayerCase]:
     ]
 
 
-def _check_heads(config, ranks: int, heads: int) -> None:
-    try:
-        build_head_schedule(config.num_attention_heads, config.num_query_groups, ranks, heads)
-    except ValueError as error:
-        message = str(error).replace("--context-parallel-size", "--ranks").replace("--upipe-heads-per-stage", "--heads-per-stage")
-        raise ArgumentError(message) from None
-
-
 def run(session: Session) -> None:
     args, runner = session.args, session.runner("layer", COLUMNS)
     for case in cases(args):
-        flops = case.model_flops * (args.warmup + args.repeats + args.profile)
-        runner.run(case.describe(), flops, partial(_measure, session, case))
+        repetitions = args.warmup + args.repeats + args.profile
+        runner.run(case.describe(), case.model_flops, repetitions, partial(_measure, session, case))
 
 
 def _measure(session: Session, case: LayerCase) -> tuple[dict, list[dict]]:

@@ -57,17 +57,13 @@ class Report:
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
 
-    @property
-    def json_path(self) -> Path | None:
-        return None if self._folder is None else self._folder / f"{self.name}.json"
-
     def header(self) -> str:
         return "  ".join(f"{column.title:>{column.width}}" for column in self.columns)
 
     def line(self, row: dict) -> str:
         if "problem" not in row:
             return "  ".join(column.cell(row) for column in self.columns)
-        described = [column for column in self.columns if row.get(column.key) is not None]
+        described = [column for column in self.columns if column.key in row]
         return "  ".join([*(column.cell(row) for column in described), row["problem"]])
 
     def add(self, row: dict, parts: list[dict] | None = None) -> None:
@@ -84,7 +80,7 @@ class Report:
         if self._folder is None:
             return
         content = {"mode": self.name, "environment": self.environment, "ceilings": self.ceilings, "rows": self.rows}
-        replace_file(self.json_path, json.dumps(content, indent=1) + "\n")
+        replace_file(self._folder / f"{self.name}.json", json.dumps(content, indent=1) + "\n")
         plain = [{key: value for key, value in row.items() if key != "parts"} for row in self.rows]
         replace_file(self._folder / f"{self.name}.csv", csv_text(plain))
         names = {column.key for column in self.columns}

@@ -7,6 +7,7 @@
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ from megacp.argument_checks import ArgumentError
 from megacp.arguments import COUNT, COUNT_OR_ZERO, POSITIVE
 from megacp.benchmark.ceilings import Ceilings, measure_ceilings
 from megacp.benchmark.environment import describe
+from megacp.benchmark.picture import draw
 from megacp.benchmark.report import Column, Report
 from megacp.benchmark.runner import Runner
 from megacp.model.config import ModelConfig, preset
@@ -34,6 +36,17 @@ class Session:
     def runner(self, name: str, columns: list[Column]) -> Runner:
         report = Report(name, columns, self.environment, self.ceilings, self.args.out)
         return Runner(report, EXPECTED_SHARE * self.ceilings.matmul, self.args.time_budget_s)
+
+    def draw(self, name: str) -> None:
+        """MODE.png from MODE.json, if there is something to draw."""
+        file = None if self.args.out is None else Path(self.args.out) / f"{name}.json"
+        if file is None or not file.exists():
+            return
+        try:
+            draw([file], file.with_suffix(".png"))
+            print(f"wrote {file.with_suffix('.png')} and, beside it, JSON and CSV")
+        except (ArgumentError, ImportError) as error:  # no figures, or no matplotlib: the rows are there all the same
+            print(f"no picture: {error}")
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:

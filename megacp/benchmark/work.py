@@ -14,12 +14,20 @@ Model FLOPs are what the model needs, causal inside each document: recompute is 
 forward, as in `megacp.training.metrics`. Executed FLOPs are what a part really does; rates of parts are theirs.
 """
 
+import random
+
 from megacp.model.config import ModelConfig
 
 
 def equal_borders(seq_length: int, documents: int) -> tuple[int, ...]:
     """Borders of a stream in `documents` documents whose lengths differ by one token at most."""
     return tuple(seq_length * i // documents for i in range(documents + 1))
+
+
+def uneven_borders(seq_length: int, documents: int, seed: int) -> tuple[int, ...]:
+    """Borders drawn at random: most documents are short, some are several times the mean."""
+    inner = random.Random(seed).sample(range(1, seq_length), documents - 1)
+    return (0, *sorted(inner), seq_length)
 
 
 def layer_model_flops(config: ModelConfig, tokens: int, pairs: int, ranks: int) -> int:
