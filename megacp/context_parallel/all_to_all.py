@@ -29,19 +29,33 @@ class Loopback:
         return self.ranks
 
 
-def all_to_all(send_C: torch.Tensor, group: dist.ProcessGroup | Loopback | None) -> torch.Tensor:
-    """Exchanges block `r` of `send_C` with rank `r` of `group`; returns a tensor of the same shape, block `r` from rank `r`.
+class Exchange:
+    """An all-to-all on its way. `wait()` returns what arrives; what is sent must not change before."""
 
-    `send_C` is contiguous, its first dimension the group's size. With one rank (or `group` None) nothing travels and the
-    input itself comes back. Raises ValueError for another shape.
+    def __init__(self, send_C: torch.Tensor, received_C: torch.Tensor, work: dist.Work | None = None):
+        self._send_C, self._received_C, self._work = send_C, received_C, work
+
+    def wait(self) -> torch.Tensor:
+        """On a GPU the current stream waits, not the host. Lets go of what was sent."""
+        if self._work is not None:
+            self._work.wait()
+        self._send_C = self._work = None
+        return self._received_C
+
+
+def all_to_all(send_C: torch.Tensor, group: dist.ProcessGroup | Loopback | None) -> Exchange:
+    """Begins to exchange block `r` of `send_C` with rank `r` of `group`; what arrives has the same shape, block `r` from rank `r`.
+
+    It runs beside what is computed until `wait()`; exchanges follow each other in the order in which they were begun. `send_C` is
+    contiguous, its first dimension the group's size. With one rank (or `group` None) nothing travels and the input itself
+    comes back. Raises ValueError for another shape.
     """
     size = 1 if group is None else group.size()
     if send_C.shape[0] != size or not send_C.is_contiguous():
         raise ValueError(f"all_to_all over {size} ranks takes a contiguous [{size}, ...], not {tuple(send_C.shape)}")
     if size == 1:
-        return send_C
+        return Exchange(send_C, send_C)
     if isinstance(group, Loopback):
-        return send_C.clone()
+        return Exchange(send_C, send_C.clone())
     received_C = torch.empty_like(send_C)
-    dist.all_to_all_single(received_C, send_C, group=group)
-    return received_C
+    return Exchange(send_C, received_C, dist.all_to_all_single(received_C, send_C, group=group, async_op=True))

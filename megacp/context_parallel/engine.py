@@ -12,19 +12,30 @@ Worked example, Llama3-8B on 8 ranks, 1M tokens, U = 8: T = 131,072, four stages
 Query chunks take the stage's queries, outputs and their gradients `t` tokens of every rank at a time, against resident k and v. The
 chunk `[a, b)` is C runs of the sequence, `[r·T + a, r·T + b)` for each rank `r`, and each run sees the keys of its documents up to
 itself. Only k, v and their gradients (fp32 sums over the chunks) then span the sequence.
+
+With `prefetch` what a chunk needs is projected and sent before the attention of the chunk before it, and what a chunk made returns
+while the next but one is projected:
+
+    compute     pack 0   pack 1   attention 0   pack 2   attention 1   pack 3   attention 2
+    exchange             q 0      q 1           o 0      q 2           o 1      q 3
+
+One more chunk's buffers are alive then. Without, exchanges and attention take turns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megacp.context_parallel.all_to_all import Loopback, all_to_all
+from megacp.context_parallel.all_to_all import Exchange, Loopback, all_to_all
 from megacp.context_parallel.head_schedule import HeadSchedule, Stage
 from megacp.kernels.attention import Documents, attention_backward, attention_forward
 from megacp.kernels.precision import compute_dtype
+
+Begun = TypeVar("Begun")
 
 
 class StageShelf(Protocol):
@@ -47,7 +58,7 @@ class BlockShelf(Protocol):
 class AttentionSettings:
     """What every attention call of a micro-batch shares. `scale` multiplies q·k; `backend` is a name `select_backend` gave.
 
-    `query_chunk`: tokens of each rank whose queries are in flight at a time; None: all.
+    `query_chunk`: tokens of each rank whose queries are in flight at a time; None: all. `prefetch`: see the module.
     """
 
     schedule: HeadSchedule
@@ -56,17 +67,19 @@ class AttentionSettings:
     scale: float
     backend: str
     query_chunk: int | None = None
+    prefetch: bool = False
 
     @property
     def tokens_per_rank(self) -> int:
         return self.documents.total // self.schedule.ulysses_degree
 
     @property
-    def chunks(self) -> list[tuple[int, int]]:
-        """`(start, stop)` of the query chunks, in tokens of a rank."""
+    def chunks(self) -> list["QueryChunk"]:
+        """All query chunks in the order of computation."""
         tokens = self.tokens_per_rank
         size = self.query_chunk or tokens
-        return [(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+        starts = range(0, tokens, size)
+        return [QueryChunk(stage, start, min(start + size, tokens), tokens) for stage in self.schedule.stages for start in starts]
 
     def runs_of(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The runs of the sequence that a chunk consists of: one for each rank, or the whole sequence at once."""
@@ -74,6 +87,23 @@ class AttentionSettings:
         if (start, stop) == (0, tokens):
             return [(0, self.documents.total)]
         return [(r * tokens + start, r * tokens + stop) for r in range(self.schedule.ulysses_degree)]
+
+
+class QueryChunk(NamedTuple):
+    """Tokens `[start, stop)` of each rank's `tokens`, of the queries of a stage."""
+
+    stage: Stage
+    start: int
+    stop: int
+    tokens: int
+
+    @property
+    def opens_stage(self) -> bool:
+        return self.start == 0
+
+    @property
+    def closes_stage(self) -> bool:
+        return self.stop == self.tokens
 
 
 PackQ = Callable[[Stage, int, int], torch.Tensor]
@@ -91,22 +121,39 @@ def stages_forward(
     rank `r`. Block `r` of an output holds the heads `schedule.query_heads(stage, r)`. `lse_nS` stays where it was computed: heads
     of this rank.
     """
+
+    def begin(chunk: QueryChunk):
+        kv = _begin_kv(settings, pack_kv(chunk.stage)) if chunk.opens_stage and chunk.stage.num_new_kv else None
+        q_CtnD = pack_q(chunk.stage, chunk.start, chunk.stop)
+        outputs.flush()  # the copy of the output put last ran under the packing, and its memory serves the exchange
+        q = _begin(settings, q_CtnD)
+        return kv, q
+
     held_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for stage in settings.schedule.stages:
-        if stage.num_new_kv:
-            held_kv[stage.index] = _exchange_kv(settings, pack_kv(stage))
-        lse_parts = []
-        for start, stop in settings.chunks:
-            q_XnD = _exchange_to_heads(settings, _settled(outputs, pack_q(stage, start, stop)))
-            o_XnD, lse_nX = _attend(settings, stage, settings.runs_of(start, stop), q_XnD, held_kv)
-            del q_XnD
-            outputs.put(stage.index, start, stop, _exchange_to_tokens(settings, o_XnD))
-            lse_parts.append(lse_nX.unflatten(1, (settings.schedule.ulysses_degree, -1)))
-            del o_XnD, lse_nX
-        lse_nCT = lse_parts[0] if len(lse_parts) == 1 else torch.cat(lse_parts, dim=2)
-        log_sum_exps.put(stage.index, lse_nCT.flatten(1))
-        for arrival in stage.releases:
-            del held_kv[arrival]
+    lse_parts: list[torch.Tensor] = []
+    returning: list[Callable[[], None]] = []
+    for chunk, (kv, q) in _ahead(settings, begin):
+        _finish(returning)
+        if kv is not None:
+            held_kv[chunk.stage.index] = _arrived(*kv)
+        (q_XnD,) = _arrived(q)
+        del kv, q
+        o_XnD, lse_nX = _attend(settings, chunk.stage, settings.runs_of(chunk.start, chunk.stop), q_XnD, held_kv)
+        del q_XnD
+        o = _begin_to_tokens(settings, o_XnD)
+        returning.append(partial(_put, outputs, chunk, o))
+        lse_parts.append(lse_nX.unflatten(1, (settings.schedule.ulysses_degree, -1)))
+        del o, o_XnD, lse_nX
+        if not settings.prefetch:
+            _finish(returning)
+        if chunk.closes_stage:
+            lse_nCT = lse_parts[0] if len(lse_parts) == 1 else torch.cat(lse_parts, dim=2)
+            lse_parts = []
+            log_sum_exps.put(chunk.stage.index, lse_nCT.flatten(1))
+            del lse_nCT
+            for arrival in chunk.stage.releases:
+                del held_kv[arrival]
+    _finish(returning)
 
 
 def stages_backward(
@@ -116,39 +163,84 @@ def stages_backward(
     """Backward of `stages_forward`; attention itself is not run again.
 
     Takes what the forward put and releases each stage when it is done; its fetch runs under the stage's projections.
-    `pack_do(stage, start, stop)` returns the gradient of a chunk of the stage's output, as a send buffer. `unpack_dq(stage, start, stop, dq_CtnD)` is called once a chunk, `unpack_dkv(arrival_stage, dk_CTmD,
-    dv_CTmD)` once for each stage that brought KV heads, after the last stage that uses them; block `r` comes from rank `r`. With
-    `K < cu` several blocks hold gradients of one KV head: the receiver sums them.
+    `pack_do(stage, start, stop)` returns the gradient of a chunk of the stage's output, as a send buffer.
+    `unpack_dq(stage, start, stop, dq_CtnD)` is called once a chunk, `unpack_dkv(arrival_stage, dk_CTmD, dv_CTmD)` once for each stage
+    that brought KV heads, after the last stage that uses them; block `r` comes from rank `r`. With `K < cu` several blocks hold
+    gradients of one KV head: the receiver sums them.
     """
     schedule = settings.schedule
+
+    def begin(chunk: QueryChunk):
+        stage, start, stop = chunk.stage, chunk.start, chunk.stop
+        lse = log_sum_exps.fetch(stage.index) if chunk.opens_stage else None
+        kv = _begin_kv(settings, pack_kv(stage)) if chunk.opens_stage and stage.num_new_kv else None
+        output = outputs.fetch(stage.index, start, stop)
+        q = _begin(settings, pack_q(stage, start, stop))
+        do = _begin(settings, pack_do(stage, start, stop))
+        o = _begin(settings, output.wait().contiguous())
+        if chunk.closes_stage:
+            outputs.release(stage.index)
+        return lse, kv, (do, q, o)
+
     held_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     kv_grads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for stage in schedule.stages:
-        lse = log_sum_exps.fetch(stage.index)
-        if stage.num_new_kv:
-            held_kv[stage.index] = _exchange_kv(settings, pack_kv(stage))
-        for start, stop in settings.chunks:
-            output = outputs.fetch(stage.index, start, stop)
-            q_XnD = _exchange_to_heads(settings, pack_q(stage, start, stop))
-            do_XnD = _exchange_to_heads(settings, pack_do(stage, start, stop))
-            o_XnD = _exchange_to_heads(settings, output.wait().contiguous())
-            del output
-            if stop == settings.tokens_per_rank:
-                outputs.release(stage.index)
+    returning: list[Callable[[], None]] = []
+    lse_nCT = None
+    for chunk, (lse, kv, arriving) in _ahead(settings, begin):
+        _finish(returning)
+        if lse is not None:
             lse_nCT = lse.wait().unflatten(1, (schedule.ulysses_degree, -1))
-            lse_nX = lse_nCT[:, :, start:stop].flatten(1)
-            dq_XnD = _attend_backward(
-                settings, stage, settings.runs_of(start, stop), do_XnD, q_XnD, o_XnD, lse_nX, held_kv, kv_grads
-            )
-            del q_XnD, o_XnD, do_XnD, lse_nX
-            unpack_dq(stage, start, stop, _exchange_to_tokens(settings, dq_XnD))
-            del dq_XnD
-        for arrival in stage.releases:
+        if kv is not None:
+            held_kv[chunk.stage.index] = _arrived(*kv)
+        do_XnD, q_XnD, o_XnD = _arrived(*arriving)
+        del lse, kv, arriving
+        lse_nX = lse_nCT[:, :, chunk.start : chunk.stop].flatten(1)
+        runs = settings.runs_of(chunk.start, chunk.stop)
+        dq_XnD = _attend_backward(settings, chunk.stage, runs, do_XnD, q_XnD, o_XnD, lse_nX, held_kv, kv_grads)
+        del q_XnD, o_XnD, do_XnD, lse_nX
+        dq = _begin_to_tokens(settings, dq_XnD)
+        returning.append(partial(_unpack_dq, unpack_dq, chunk, dq))
+        del dq, dq_XnD
+        if not settings.prefetch:
+            _finish(returning)
+        for arrival in chunk.stage.releases if chunk.closes_stage else ():
             dtype = held_kv.pop(arrival)[0].dtype
             dk_SmD, dv_SmD = (total.to(dtype) for total in kv_grads.pop(arrival))
-            unpack_dkv(
-                schedule.stages[arrival], _exchange_to_tokens(settings, dk_SmD), _exchange_to_tokens(settings, dv_SmD)
-            )
+            dk, dv = _begin_to_tokens(settings, dk_SmD), _begin_to_tokens(settings, dv_SmD)
+            returning.append(partial(_unpack_dkv, unpack_dkv, schedule.stages[arrival], dk, dv))
+            del dk_SmD, dv_SmD, dk, dv
+            if not settings.prefetch:
+                _finish(returning)
+    _finish(returning)
+
+
+def _ahead(settings: AttentionSettings, begin: Callable[[QueryChunk], Begun]) -> Iterator[tuple[QueryChunk, Begun]]:
+    """Each chunk with what `begin` made of it; with `prefetch`, the next one is begun before. Keeps nothing of what it gave out."""
+    begun = []
+    for chunk in settings.chunks:
+        begun.append((chunk, begin(chunk)))
+        if len(begun) > settings.prefetch:
+            yield begun.pop(0)
+    while begun:
+        yield begun.pop(0)
+
+
+def _finish(returning: list[Callable[[], None]]) -> None:
+    """What chunks have sent back is taken in, in order."""
+    while returning:
+        returning.pop(0)()
+
+
+def _put(outputs: StageShelf, chunk: QueryChunk, o: Exchange) -> None:
+    outputs.put(chunk.stage.index, chunk.start, chunk.stop, o.wait())
+
+
+def _unpack_dq(unpack_dq: UnpackDQ, chunk: QueryChunk, dq: Exchange) -> None:
+    unpack_dq(chunk.stage, chunk.start, chunk.stop, dq.wait())
+
+
+def _unpack_dkv(unpack_dkv: UnpackDKV, arrival: Stage, dk: Exchange, dv: Exchange) -> None:
+    unpack_dkv(arrival, dk.wait(), dv.wait())
 
 
 def _attend(settings, stage, runs, q_XnD, held_kv):
@@ -198,12 +290,6 @@ def _attend_backward(settings, stage, runs, do_XnD, q_XnD, o_XnD, lse_nX, held_k
     return _cat(dq_runs, dim=0)
 
 
-def _settled(outputs, packed):
-    """`packed`, once the output put before is on its shelf: its copy ran under the packing, and its memory serves the exchange."""
-    outputs.flush()
-    return packed
-
-
 def _heads(x_SnD, start, count):
     return x_SnD[:, start : start + count]
 
@@ -212,17 +298,25 @@ def _cat(parts, dim):
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-def _exchange_kv(settings, packed):
+def _begin(settings: AttentionSettings, send_C: torch.Tensor) -> Exchange:
+    """Without `prefetch` it is there at once."""
+    exchange = all_to_all(send_C, settings.group)
+    if not settings.prefetch:
+        exchange.wait()
+    return exchange
+
+
+def _begin_kv(settings: AttentionSettings, packed: tuple[torch.Tensor, torch.Tensor]) -> tuple[Exchange, Exchange]:
     k_CTmD, v_CTmD = packed
-    return _exchange_to_heads(settings, k_CTmD), _exchange_to_heads(settings, v_CTmD)
+    return _begin(settings, k_CTmD), _begin(settings, v_CTmD)
 
 
-def _exchange_to_heads(settings, x_CtnD):
-    """`[C, t, n, D]`, block `r` for rank `r` → `[C·t, n, D]`: this rank's heads of the chunk's tokens of all ranks."""
-    return all_to_all(x_CtnD, settings.group).flatten(0, 1)
-
-
-def _exchange_to_tokens(settings, x_XnD):
+def _begin_to_tokens(settings: AttentionSettings, x_XnD: torch.Tensor) -> Exchange:
     """`[C·t, n, D]`: this rank's heads of all ranks' tokens → `[C, t, n, D]`: this rank's tokens, block `r` the heads of rank `r`."""
     ranks = settings.schedule.ulysses_degree
-    return all_to_all(x_XnD.contiguous().view(ranks, -1, *x_XnD.shape[1:]), settings.group)
+    return _begin(settings, x_XnD.contiguous().view(ranks, -1, *x_XnD.shape[1:]))
+
+
+def _arrived(*exchanges: Exchange) -> tuple[torch.Tensor, ...]:
+    """`[C, t, n, D]`, block `r` from rank `r` → `[C·t, n, D]`: this rank's heads of the chunk's tokens of all ranks."""
+    return tuple(exchange.wait().flatten(0, 1) for exchange in exchanges)

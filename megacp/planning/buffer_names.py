@@ -35,9 +35,9 @@ _PLACES = {
         ("unpack_dkv", None): _TILE, ("_normed_tiles", None): _TILE, ("_project", None): _TILE, ("_project_backward", None): _TILE,
     },
     "engine": {
-        **{(stages, result): name for stages in ("stages_forward", "stages_backward") for result, name in (
+        **{(stages, result): name for stages in ("stages_forward", "stages_backward", "begin") for result, name in (
             ("q", "q"), ("do", "do"), ("o", "o"), ("output", "o"), ("outputs.put", "o"), ("o, lse", "o"), ("dq", "dq"), ("unpack_dq", "dq"),
-            ("held_kv", "k, v"), ("dk, dv", "dk, dv"), ("unpack_dkv", "dk, dv"),
+            ("held_kv", "k, v"), ("kv", "k, v"), ("dk, dv", "dk, dv"), ("unpack_dkv", "dk, dv"),
             ("lse", "lse"), ("lse_parts", "lse"), ("log_sum_exps.put", "lse"),
         )},
         ("_attend", None): "o", ("_attend_backward", None): "dq", ("_attend_backward", "kv_grads"): "dk, dv sums",
