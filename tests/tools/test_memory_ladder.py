@@ -1,6 +1,7 @@
 """The ladder's bars against hand counts and the planner; the picture is there and says what each bar is."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -9,6 +10,7 @@ import pytest
 from megacp.memory.policy import HOST, PLANS, RECOMPUTE, LayerPlan
 from megacp.memory.units import GIB
 from megacp.planner import predict
+from megacp.planning.host_states import host_state_bytes
 from megacp.training.capacity import job_of, parse_planned
 
 TOOL = Path(__file__).parents[2] / "tools" / "memory_ladder.py"
@@ -46,6 +48,13 @@ def test_counted_bars_are_the_planners(rungs, job):
     away = LayerPlan(h=HOST, output=RECOMPUTE, lse=RECOMPUTE)
     assert rungs["+ UPipe"].total == predict(job, [away] * 4).device_bytes
     assert rungs["+ recompute"].parts["kept activations"] == 4 * job.unit  # h of each layer
+
+
+def test_states_leave_for_the_host_on_a_rung_of_their_own(tool, job, rungs):
+    *before, last = tool.ladder(replace(job, states_on_host=True))
+    assert before == list(rungs.values())
+    assert last.name == "+ optimizer on the host" and last.parts["states"] == 0 < before[-1].parts["states"]
+    assert last.host_bytes - before[-1].host_bytes == host_state_bytes(job.config, 4)
 
 
 def test_the_baseline_by_hand(rungs, job):

@@ -47,6 +47,16 @@ def test_json_is_the_planners_prediction_and_adds_up(tool, capsys):
     assert found["budgets_gib"]["gpu"] == pytest.approx(72)
 
 
+def test_states_on_the_host_are_shown_there(tool, capsys):
+    flags = ("--gpus", "4", "--seq-length", "32768", "--activation-memory", "host", "--optimizer-cpu-offload")
+    _, found, _ = answer(tool, capsys, *flags)
+    _, near, _ = answer(tool, capsys, *flags[:-1])
+    assert found["gpu_parts_bytes"]["states"] == 0 < near["gpu_parts_bytes"]["states"]
+    assert found["host_bytes"] - near["host_bytes"] == found["host_state_bytes"] > near["host_state_bytes"] == 0
+    assert tool.main([*SMALL, *flags]) == 0
+    assert f"of it states {found['host_state_bytes'] / GIB:15.2f}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("memory", [("--activation-memory", "gpu"), ("--upipe-query-chunk", "4096"), ("--host-memory-gib", "0.01")])
 def test_the_longest_fits_and_a_step_more_does_not(tool, capsys, memory):
     status, found, _ = answer(tool, capsys, "--gpus", "2", "--longest", "--gpu-memory-gib", "0.085", *memory)
@@ -86,7 +96,9 @@ def test_fits_agrees_with_the_whole_plan():
 
 
 @pytest.mark.parametrize("flags", ["--gpu-memory-gib 0.03", "--gpu-memory-gib 0.08 --host-memory-gib 0.001",
-                                   "--activation-memory host --host-memory-gib 0.001"])  # fmt: skip
+                                   "--activation-memory host --host-memory-gib 0.001",
+                                   "--optimizer-cpu-offload --activation-memory host --host-memory-gib 0.02",
+                                   "--optimizer-cpu-offload --gpu-memory-gib 0.06 --host-memory-gib 0.01"])  # fmt: skip
 def test_what_a_refusal_says_works_works(tool, capsys, flags):
     job = ["--gpus", "4", "--seq-length", "32768", *flags.split()]
     status, found, error = answer(tool, capsys, *job)
