@@ -55,11 +55,11 @@ def _kernel(
         total = tl.sum(lane_sum * tl.exp(lane_max - maximum), axis=0)
         tl.store(loss_ptr + row, tl.log(total) + (maximum - label_logit))
 
-        scale = tl.where(known, grad_scale, float("nan"))
+        scale, label_column = tl.where(known, grad_scale, float("nan")), label.to(tl.int32)
         for step in range(blocks):
             column = (blocks - 1 - step) * BLOCK + within
             x = tl.load(row_ptr + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-            gradient = tl.exp(x - maximum) * (scale / total) - tl.where(column == label, scale, 0.0)
+            gradient = tl.exp(x - maximum) * (scale / total) - tl.where(column == label_column, scale, 0.0)
             tl.store(row_ptr + column, gradient.to(logits_ptr.dtype.element_ty), mask=column < vocab)
 
 
