@@ -16,6 +16,7 @@ F MLP width.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,8 @@ class _DecoderLayerFunction(torch.autograd.Function):
         w = LayerWeights(*weights)
         kept = context.store.keep(number, h_Td)
         projections = AttentionProjections(context, DeviceRows(h_Td), w, config.norm_epsilon, config.kv_channels)
-        stages_forward(context.attention, projections.pack_q, projections.pack_kv, kept.outputs, kept.lse)
+        attention = replace(context.attention, prefetch=kept.plan.prefetch)
+        stages_forward(attention, projections.pack_q, projections.pack_kv, kept.outputs, kept.lse)
         h_out_Td = h_Td.detach() if kept.input_is_free else torch.empty_like(h_Td)
         for (start, stop), o_stages in read_ahead(context.tiles(), _output_tiles(context, kept.outputs)):
             h_mid_td = torch.addmm(h_Td[start:stop], _gather_heads(context, o_stages), w.o_proj.t())
@@ -96,10 +98,11 @@ class _DecoderLayerFunction(torch.autograd.Function):
         grads = LayerWeights(*(None if x is None else torch.zeros_like(x, dtype=compute_dtype(x.dtype)) for x in w))
         g_Td = g_Td.contiguous()  # a tensor of our own when it was not: from here on it is overwritten
         projections = AttentionProjections(context, kept.h, w, config.norm_epsilon, config.kv_channels, grads)
+        attention = replace(context.attention, prefetch=kept.plan.prefetch)
         outputs, log_sum_exps = kept.outputs, kept.lse
         if kept.plan.output == RECOMPUTE:
             outputs, log_sum_exps = context.store.stages(None), context.store.log_sum_exps(None)
-            stages_forward(context.attention, projections.pack_q, projections.pack_kv, outputs, log_sum_exps)
+            stages_forward(attention, projections.pack_q, projections.pack_kv, outputs, log_sum_exps)
 
         residual = DeviceRows(g_Td) if kept.plan.residual_grad == GPU else context.store.residual_rows(g_Td)
         leaving = []
@@ -119,7 +122,7 @@ class _DecoderLayerFunction(torch.autograd.Function):
         projections.dxn_Td = torch.zeros_like(g_Td) if kept.plan.residual_grad == GPU else g_Td.zero_()
         projections.residual = residual
         stages_backward(
-            context.attention, projections.pack_q, projections.pack_kv, outputs, log_sum_exps,
+            attention, projections.pack_q, projections.pack_kv, outputs, log_sum_exps,
             projections.pack_do, projections.unpack_dq, projections.unpack_dkv,
         )  # fmt: skip
         for (start, stop), (h_td, g_td) in read_ahead(context.tiles(), lambda t: [kept.h.fetch(*t), residual.fetch(*t)]):

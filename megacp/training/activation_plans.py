@@ -43,13 +43,13 @@ def activation_plans(args: argparse.Namespace, job: Job, device: torch.device) -
     """
     full = args.recompute_granularity == "full"
     if args.activation_memory != "auto":
-        return [plan_of(args.activation_memory, args.recompute_granularity)] * job.config.num_layers
+        return [plan_of(args.activation_memory, args.recompute_granularity, args.upipe_prefetch)] * job.config.num_layers
     limit = device_limit(args, device)
     if limit is None:
-        return [plan_of("gpu", args.recompute_granularity)] * job.config.num_layers
+        return [plan_of("gpu", args.recompute_granularity, args.upipe_prefetch)] * job.config.num_layers
     host, disk = (None if gib is None else int(gib * GIB) for gib in (args.host_memory_gib, args.disk_memory_gib))
     try:
-        return choose_plans(job, limit, host, disk if args.disk_offload_dir else 0, full)
+        return choose_plans(job, limit, host, disk if args.disk_offload_dir else 0, full, args.upipe_prefetch)
     except ValueError as error:
         more = "" if full else ", --recompute-granularity full"
         raise ArgumentError(

@@ -101,14 +101,14 @@ def _larger_host(args: argparse.Namespace, job: Job) -> str:
     """With auto, the --host-memory-gib that would do."""
     if args.activation_memory != "auto" or args.host_memory_gib is None:
         return ""
-    plans = choose_plans(job, int(args.gpu_memory_gib * GIB), None, 0, args.recompute_granularity == "full")
+    plans = choose_plans(job, int(args.gpu_memory_gib * GIB), None, 0, args.recompute_granularity == "full", args.upipe_prefetch)
     return f"; --host-memory-gib {-(-100 * job.host_bytes(plans) // GIB) / 100:.2f} works"
 
 
 def least_plans(args: argparse.Namespace, job: Job) -> list[LayerPlan]:
     """The plans that take least of the GPU: of auto the last that it tries, else the one that --activation-memory names."""
     memory = "lean" if args.activation_memory == "auto" else args.activation_memory
-    return [plan_of(memory, args.recompute_granularity)] * job.config.num_layers
+    return [plan_of(memory, args.recompute_granularity, args.upipe_prefetch)] * job.config.num_layers
 
 
 def fits(args: argparse.Namespace, gpus: int, seq_length: int) -> bool:
