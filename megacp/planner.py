@@ -109,7 +109,7 @@ class Prediction:
 
     parts: dict[str, int]
     buffers: dict[str, int]
-    moment: str  # "layer forward", "layer backward" or "head"
+    moment: str  # "layer forward", "layer backward", "head" or "embedding backward"
     host_bytes: int
     disk_bytes: int
 
@@ -119,59 +119,82 @@ class Prediction:
 
 
 def predict(job: Job, plans: list[LayerPlan]) -> Prediction:
-    """The peak of a training step whose layer `i` keeps its activations by `plans[i]`.
+    """The peak of a training step whose layer `i` keeps its activations by `plans[i]`."""
+    peak = max(_moments(job, plans), key=lambda moment: moment.total)
+    parts = {
+        "states": 0 if job.states_on_host else STATE_BYTES * job.config.parameter_count() // job.sharding_ranks,
+        "gradients": 0 if job.states_on_host else GRADIENT_BYTES * peak.gradients // job.sharding_ranks,
+        "gathered weights": peak.weights,
+        "gradient reduction": peak.reduction,
+        "kept activations": peak.kept,
+        "buffers": sum(peak.buffers.values()),
+    }
+    return Prediction(parts, peak.buffers, peak.name, job.host_bytes(plans), planned_bytes(plans, job.geometry, DISK))
 
-    It is reached in the backward of a layer, when this and the earlier layers' activations are kept and the later layers' gradients are
-    there, or in the output head, when all activations are; or, with few layers, in a forward.
+
+@dataclass(frozen=True)
+class _Moment:
+    """Bytes on the device beside the states; `gradients`: parameters whose shards of gradients are there, `total` counts these."""
+
+    name: str
+    weights: int  # gathered by FSDP
+    reduction: int  # gradients on their way to their shards
+    gradients: int
+    kept: int
+    buffers: dict[str, int]
+    total: float
+
+
+def _moments(job: Job, plans: list[LayerPlan]) -> list[_Moment]:
+    """Where a step can be at its peak: forward and backward of each layer, the head, and the gradient of the embedding.
+
+    FSDP gathers into a buffer and copies from it: going forward the layer's own buffer is there until the next one's, going backward
+    that of the layer before, gathered ahead. A layer's fp32 gradients stay until the next ones to come are ready. Tied embeddings stay
+    gathered from first to last, and with them the head's part of their gradient waits for the embedding's.
     """
-    config = job.config
-    layer_parameters, itemsize = config.layer_parameters(), job.dtype.itemsize
-    ends = config.vocab_size * config.hidden_size * (2 if config.untie_embeddings_and_output_weights else 1)
-    peaks = {plan: layer_peaks(job, plan) for plan in set(plans)}
+    config, itemsize, peaks = job.config, job.dtype.itemsize, {plan: layer_peaks(job, plan) for plan in set(plans)}
+    tied = not config.untie_embeddings_and_output_weights
+    layer_weights, layers = config.layer_parameters() * itemsize, len(plans)
+    table_size = config.vocab_size * config.hidden_size
+    table, stays = table_size * itemsize, table_size * itemsize if tied else 0
+    layer_reduction, table_reduction = (GRADIENT_BYTES * size for size in (config.layer_parameters(), table_size))
+    on_device = 0 if job.states_on_host else GRADIENT_BYTES / job.sharding_ranks
 
-    def gradients(later_layers: int) -> int:
-        if job.states_on_host:
-            return 0
-        parameters = config.parameter_count() if job.accumulates else later_layers * layer_parameters
-        return GRADIENT_BYTES * parameters // job.sharding_ranks
+    def moment(name: str, weights: int, reduction: int, gradients: int, kept: int, buffers: dict[str, int]) -> _Moment:
+        if job.accumulates:
+            gradients = config.parameter_count()
+        total = weights + reduction + gradients * on_device + kept + sum(buffers.values())
+        return _Moment(name, weights, reduction, gradients, kept, buffers, total)
 
-    kept_before, moments = 0, []  # moments: (name, activations kept, buffers by name, gradients)
+    moments, kept_before = [], 0
     for number, plan in enumerate(plans):
         layer = peaks[plan]
-        moments.append(("layer forward", kept_before, layer.forward_parts, gradients(0)))
+        moments.append(moment("layer forward", 2 * layer_weights + stays, 0, 0, kept_before, layer.forward_parts))
         buffers = dict(layer.backward_parts)
-        kept = kept_before + buffers.pop(KEPT_NAME, 0)
-        moments.append(("layer backward", kept, buffers, gradients(len(plans) - 1 - number)))
+        kept = kept_before + buffers.pop(KEPT_NAME)
         kept_before += layer.kept
-    moments.append(("head", kept_before, head_count(job).parts, gradients(0)))
-    moment, kept, buffers, gradient_shards = max(moments, key=lambda at: at[1] + sum(at[2].values()) + at[3])
-    parts = {
-        "states": 0 if job.states_on_host else STATE_BYTES * config.parameter_count() // job.sharding_ranks,
-        "gradients": gradient_shards,
-        # FSDP gathers the next layer while one runs; the ends stay, as its root unit or near their use.
-        "gathered weights": (2 * layer_parameters + ends) * itemsize,
-        # One layer's gradients on their way: as autograd hands them over, and in fp32 for the reduction.
-        "gradient reduction": layer_parameters * (itemsize + 4),
-        "kept activations": kept,
-        "buffers": sum(buffers.values()),
-    }
-    return Prediction(parts, buffers, moment, job.host_bytes(plans), planned_bytes(plans, job.geometry, DISK))
+        ahead = layer_weights if number else table - stays
+        before = layer_reduction if number < layers - 1 else 0 if tied else table_reduction
+        done = (layers - 1 - number) * config.layer_parameters() + (0 if tied else table_size)
+        moments.append(moment("layer backward", layer_weights + ahead + stays, before + stays, done, kept, buffers))
+    head_weights = stays + layer_weights if tied else 2 * table
+    moments.append(moment("head", head_weights, 0, 0, kept_before, head_count(job).parts))
+    buffers = {"residual gradient": job.unit, "gradient of the embedding": table}
+    moments.append(moment("embedding backward", table, table_reduction, layers * config.layer_parameters(), 0, buffers))
+    return moments
 
 
-def choose_plans(
-    job: Job, device_limit: int, host_limit: int | None, disk_limit: int | None, full: bool, prefetch: int | None = 0
-) -> list[LayerPlan]:
+def choose_plans(job: Job, device_limit: int, host_limit: int | None, disk_limit: int | None, full: bool) -> list[LayerPlan]:
     """The fastest plans, one a layer, within the limits in bytes of one rank. `disk_limit` 0: no disk; None elsewhere: no limit.
 
-    What costs least first: prefetching (`prefetch` None: where there is room; else as it says); all on the device; then the first layers' activations in host memory, as few layers as need be (the last
+    What costs least first: all on the device; then the first layers' activations in host memory, as few layers as need be (the last
     layers' are needed first and briefest); then also the backward's residual gradient through the host. What the host cannot take of the
     first layers goes to disk. `full`: attention runs again where activations leave the device, which halves what is kept there.
     Raises ValueError that says what is missing.
     """
     layers, shortest = job.config.num_layers, None
-    ways = [(False, True), (False, False), (True, False)] if prefetch is None else [(False, bool(prefetch)), (True, bool(prefetch))]
-    for lean, ahead in ways:
-        gradients = dict(prefetch=ahead, **(dict(residual_grad=HOST) if lean else {}))
+    for lean in (False, True):
+        gradients = dict(residual_grad=HOST) if lean else {}
         near, far, farther = LayerPlan(**gradients), LayerPlan(HOST, HOST, HOST, **gradients), LayerPlan(DISK, DISK, HOST, **gradients)
         if full:
             far, farther = (replace(plan, output=RECOMPUTE, lse=RECOMPUTE) for plan in (far, farther))
@@ -203,7 +226,6 @@ def table(plans: list[LayerPlan]) -> list[str]:
     for layer in range(1, len(plans) + 1):
         if layer == len(plans) or plans[layer] != plans[first]:
             places = ", ".join(f"{name.replace('_', ' ')} {getattr(plans[first], name)}" for name in KEPT + SCRATCH)
-            places += ", stages prefetched" if plans[first].prefetch else ""
             lines.append(f"layers {first}-{layer - 1}: {places}" if layer - first > 1 else f"layer {first}: {places}")
             first = layer
     return lines

@@ -33,11 +33,12 @@ from megacp.model.config import ModelConfig
 from megacp.model.llama import Llama
 from megacp.parallel_state import ParallelLayout
 from megacp.planning.host_states import host_state_bytes
+from megacp.training import step
 from megacp.training.activation_plans import memory_job
 from megacp.training.fake_collectives import filled_collectives
 from megacp.training.loop import TrainingRun
 from megacp.training.memory_phases import PhaseMemory, PhaseMeter, device_gauge
-from megacp.training.metrics import StepRecord
+from megacp.training.metrics import StepRecord, causal_pairs
 from megacp.training.optimizer import build_optimizer
 from megacp.training.part_times import PartTimer
 from megacp.training.rehearsals import job_settings
@@ -45,6 +46,7 @@ from megacp.training.sharding import allocate_weights
 from megacp.training.step import StepSettings, step_settings
 from megacp.training.training_data import TrainingData
 from megacp.training.watchers import step_watchers
+from megacp.training.wrapping import wrapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,11 +129,16 @@ def rehearse(
             model, lr=args.lr, weight_decay=args.weight_decay, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps
         )
         meter = PhaseMeter(model, gauge)
-        with PartTimer(device, optimizer) as timer, step_watchers(args, model, optimizer, device, console=True) as watchers:
+        pairs = _AttentionPairs()
+        with (
+            PartTimer(device, optimizer) as timer,
+            wrapped([(step, "layer_context", pairs.counting)]),
+            step_watchers(args, model, optimizer, device, console=True) as watchers,
+        ):
             run = TrainingRun(
                 args, config, settings, model, optimizer, data.train, data.eod, device, dtype, meter=meter, watchers=watchers
             )
-            journal = _Journal(timer, args.train_iters)
+            journal = _Journal(timer, pairs, args.train_iters)
             run.train(journal)
     report = _report(args, config, layout, settings, model, dtype, run, meter, journal)
     if args.rehearse_json:
@@ -152,14 +159,33 @@ class SharedRoom(ActivationStore):
         return super().region(self._places[layer], name)
 
 
+class _AttentionPairs:
+    """(query, key) pairs of this rank's micro-batches. The step's own count is a sum over ranks, of which there are none but this."""
+
+    def __init__(self):
+        self._pairs = 0
+
+    def counting(self, layer_context):
+        def counted(batch, *args):
+            self._pairs += causal_pairs(batch.cu_seqlens)
+            return layer_context(batch, *args)
+
+        return counted
+
+    def take(self) -> int:
+        """Those since the last call."""
+        taken, self._pairs = self._pairs, 0
+        return taken
+
+
 class _Journal:
     """What the training loop logs to: a line a step, and the last step's figures."""
 
-    def __init__(self, timer: PartTimer, steps: int):
-        self._timer, self._steps = timer, steps
+    def __init__(self, timer: PartTimer, pairs: _AttentionPairs, steps: int):
+        self._timer, self._pairs, self._steps = timer, pairs, steps
 
     def log(self, record: StepRecord) -> None:
-        self.record, self.part_seconds = record, self._timer.take()
+        self.record, self.part_seconds, self.attention_pairs = record, self._timer.take(), self._pairs.take()
         peak = record.peak_memory_gib
         print(f"step {record.step}/{self._steps} | {record.step_time_s:8.3f} s | peak {peak:8.3f} GiB", flush=True)
 
@@ -199,7 +225,7 @@ def _report(
         copy_bytes_per_s=copy_speed(run.device) if cuda else None,
         settings=job_settings(
             memory_job(args, config, layout, settings.schedule, dtype), plans,
-            args.global_batch_size // (args.micro_batch_size * layout.data_parallel_size), run.attention_pairs,
+            args.global_batch_size // (args.micro_batch_size * layout.data_parallel_size), journal.attention_pairs,
         ),
     )
 

@@ -63,7 +63,8 @@ def test_a_prediction_has_the_states_and_the_deepest_moment():
     job = job_of()
     everything = predict(job, [LayerPlan()] * 6)
     assert everything.parts["states"] == 12 * CONFIG.parameter_count() // 8
-    assert everything.parts["gradients"] == 0, "the last layer's backward: no gradient but its own yet"
+    head_gradient = 4 * 4096 * 4096 // 8
+    assert everything.parts["gradients"] == head_gradient, "the last layer's backward: of the layers there is no gradient yet"
     accumulating = predict(replace(job, accumulates=True), [LayerPlan()] * 6)
     assert accumulating.parts["gradients"] == 4 * CONFIG.parameter_count() // 8
     output_done = 2 * GIB // 4 + 4 * 8 * 131072  # in the second stage of the last layer: two outputs and a lse are freed

@@ -64,7 +64,6 @@ class TrainingRun:
     consumed_samples: int = 0
     saved_iteration: int = 0  # the last one that a checkpoint holds
     attention_backend: str = ""  # of the last step; depends on its documents
-    attention_pairs: int = 0  # of the last step's global batch
 
     def __post_init__(self):
         if self.meter is None and self.device.type == "cuda":
@@ -163,7 +162,7 @@ class TrainingRun:
             watcher.finish_step()
         if result.backend.name != self.attention_backend and dist.get_rank() == 0:
             print(f"{'attention':10} {result.backend.reason}", flush=True)
-        self.attention_backend, self.attention_pairs = result.backend.name, result.attention_pairs
+        self.attention_backend = result.backend.name
         self.iteration += 1
         self.consumed_samples += args.global_batch_size
         return self._record(result, rate, seconds)

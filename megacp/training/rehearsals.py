@@ -26,7 +26,7 @@ STUB = "stub-"
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a report says of a job. Bytes of the rank, seconds of its last step; `attention_pairs` are the global batch's."""
+    """What a report says of a job. Bytes of the rank, seconds of its last step; `attention_pairs` of all its micro-batches."""
 
     path: str
     device: str
@@ -46,8 +46,7 @@ class Rehearsal:
         """Attention pairs of the step in those of sequences that are one document each."""
         job = self.job
         length = job.schedule.ulysses_degree * job.tokens // job.sequences
-        streams = self.micro_batches * job.sharding_ranks // job.schedule.ulysses_degree
-        return self.attention_pairs / (streams * job.sequences * (length * (length + 1) // 2))
+        return self.attention_pairs / (self.micro_batches * job.sequences * (length * (length + 1) // 2))
 
 
 def job_settings(job: Job, plans: list[LayerPlan], micro_batches: int, attention_pairs: int) -> dict:
