@@ -184,17 +184,20 @@ def _moments(job: Job, plans: list[LayerPlan]) -> list[_Moment]:
     return moments
 
 
-def choose_plans(job: Job, device_limit: int, host_limit: int | None, disk_limit: int | None, full: bool) -> list[LayerPlan]:
+def choose_plans(
+    job: Job, device_limit: int, host_limit: int | None, disk_limit: int | None, full: bool, prefetch: int | None = 0
+) -> list[LayerPlan]:
     """The fastest plans, one a layer, within the limits in bytes of one rank. `disk_limit` 0: no disk; None elsewhere: no limit.
 
-    What costs least first: all on the device; then the first layers' activations in host memory, as few layers as need be (the last
+    What costs least first: prefetching (`prefetch` None: where there is room; else as it says); all on the device; then the first layers' activations in host memory, as few layers as need be (the last
     layers' are needed first and briefest); then also the backward's residual gradient through the host. What the host cannot take of the
     first layers goes to disk. `full`: attention runs again where activations leave the device, which halves what is kept there.
     Raises ValueError that says what is missing.
     """
     layers, shortest = job.config.num_layers, None
-    for lean in (False, True):
-        gradients = dict(residual_grad=HOST) if lean else {}
+    ways = [(False, True), (False, False), (True, False)] if prefetch is None else [(False, bool(prefetch)), (True, bool(prefetch))]
+    for lean, ahead in ways:
+        gradients = dict(prefetch=ahead, **(dict(residual_grad=HOST) if lean else {}))
         near, far, farther = LayerPlan(**gradients), LayerPlan(HOST, HOST, HOST, **gradients), LayerPlan(DISK, DISK, HOST, **gradients)
         if full:
             far, farther = (replace(plan, output=RECOMPUTE, lse=RECOMPUTE) for plan in (far, farther))
@@ -226,6 +229,7 @@ def table(plans: list[LayerPlan]) -> list[str]:
     for layer in range(1, len(plans) + 1):
         if layer == len(plans) or plans[layer] != plans[first]:
             places = ", ".join(f"{name.replace('_', ' ')} {getattr(plans[first], name)}" for name in KEPT + SCRATCH)
+            places += ", stages prefetched" if plans[first].prefetch else ""
             lines.append(f"layers {first}-{layer - 1}: {places}" if layer - first > 1 else f"layer {first}: {places}")
             first = layer
     return lines
