@@ -17,7 +17,7 @@ from torch import Tensor
 from megacp.kernels.cross_entropy import IGNORE_INDEX
 
 LANES, VECTOR, NUM_WARPS = 1024, 8, 32  # one lane a thread; 16 bytes of bf16 are loaded at a time
-REPEATS = 2  # loads of a thread in a step of the loop, which takes 16,384 logits; more, and only one program fits a processor
+REPEATS = 2  # loads of a thread in a step of the loop, which takes 16,384 logits: 32 registers, so two programs fit a processor
 LOWEST = tl.constexpr(-3.4e38)  # finite, so that a lane that has seen only -inf gives exp(-inf - LOWEST) = 0, not nan
 
 
@@ -55,11 +55,11 @@ def _kernel(
         total = tl.sum(lane_sum * tl.exp(lane_max - maximum), axis=0)
         tl.store(loss_ptr + row, tl.log(total) + (maximum - label_logit))
 
-        scale, label_column = tl.where(known, grad_scale, float("nan")), label.to(tl.int32)
+        scale = tl.where(known, grad_scale, float("nan"))
         for step in range(blocks):
             column = (blocks - 1 - step) * BLOCK + within
             x = tl.load(row_ptr + column, mask=column < vocab, other=float("-inf")).to(tl.float32)
-            gradient = tl.exp(x - maximum) * (scale / total) - tl.where(column == label_column, scale, 0.0)
+            gradient = tl.exp(x - maximum) * (scale / total) - tl.where(column == label, scale, 0.0)
             tl.store(row_ptr + column, gradient.to(logits_ptr.dtype.element_ty), mask=column < vocab)
 
 
