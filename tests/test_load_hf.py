@@ -60,6 +60,12 @@ def test_a_run_starts_from_the_folder_and_goes_on_from_its_own_checkpoint(tmp_pa
     assert [record["step"] for record in records(tmp_path / "log")] == [1, 2, 3]
 
 
+def test_weights_go_straight_to_the_host_when_the_optimizer_is_there(tmp_path):
+    model = save_model(tmp_path / "hf", *MODELS["qwen3, yarn, tied"])
+    train([*FLAGS, "--load-hf", tmp_path / "hf", "--train-iters", 1, "--log-jsonl", tmp_path / "log", "--optimizer-cpu-offload"])
+    assert records(tmp_path / "log")[0]["loss"] == pytest.approx(_loss_of_transformers(model), rel=1e-5)
+
+
 def test_converted_weights_start_the_same_run_and_a_changed_model_is_told(tmp_path):
     model = save_model(tmp_path / "hf")
     convert(["--from", "hf", "--to", "megacp", "--input", str(tmp_path / "hf"), "--output", str(tmp_path / "start")])

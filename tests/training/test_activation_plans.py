@@ -82,8 +82,8 @@ def test_the_advice_names_the_disk_only_where_there_is_one():
 
 def test_states_on_the_host_count_against_its_budget():
     flags = "--optimizer-cpu-offload --activation-memory host"
-    job, plans = check(parse_args([*FLAGS, *flags.split()]))
-    enough = job.host_bytes(plans) / 2**30
+    job, _ = check(parse_args([*FLAGS, *flags.split()]))
+    enough = LAYERS * (2 + 1 / 64) + job.host_state_bytes / 2**30
     check(parse_args([*FLAGS, *flags.split(), "--host-memory-gib", repr(enough)]))
     _, error = refused(f"{flags} --host-memory-gib {enough - 1e-6!r}")
     assert "one rank's activations and states take on the host" in str(error)

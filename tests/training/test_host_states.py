@@ -14,10 +14,7 @@ from megacp.planning.host_states import host_state_bytes, power_of_two
 from megacp.training import host_states
 from megacp.training.host_states import available_host_bytes, prepare_host, update_threads
 from megacp.training.sharding import allocate_weights
-from tests.checkpointing.pretrained_models import MODELS, save_model
-from tests.test_load_hf import FLAGS as FROM_FOLDER
-from tests.test_load_hf import _loss_of_transformers
-from tests.test_pretrain import MODEL, numbers, records, train
+from tests.test_pretrain import MODEL, numbers, train
 
 TINY = preset("llama-tiny")
 JOB = Job(TINY, build_head_schedule(8, 4, 2, 2), 512, 2, 256, 256, torch.float32, states_on_host=True)
@@ -32,12 +29,6 @@ def test_a_run_goes_on_with_and_without_from_the_others_checkpoint(tmp_path):
     for steps, own in ((3, [OFFLOAD]), (4, []), (6, [OFFLOAD])):
         train([*flags, *saved, "--train-iters", steps, *own], ranks=2)
     assert numbers(tmp_path / "log") == numbers(tmp_path / "straight")
-
-
-def test_weights_of_a_hugging_face_folder_go_to_the_host(tmp_path):
-    model = save_model(tmp_path / "hf", *MODELS["qwen3, yarn, tied"])
-    train([*FROM_FOLDER, "--load-hf", tmp_path / "hf", "--train-iters", 1, "--log-jsonl", tmp_path / "log", OFFLOAD])
-    assert records(tmp_path / "log")[0]["loss"] == pytest.approx(_loss_of_transformers(model), rel=1e-5)
 
 
 class FullHost:
