@@ -7,7 +7,8 @@
     python tools/benchmark.py layer --model llama3-8b --ranks 8 --seq-length 5M --heads-per-stage 8 --activation-memory lean \\
         --warmup 0 --repeats 1 --no-profile --out results                                # minutes a repetition
 
-    python tools/benchmark.py attention --seq-length 16K 128K 1M --heads 1:1 4:1 --documents 1 8 1K --time-budget-s 300 --out results
+    python tools/benchmark.py attention --seq-length 16K 128K 1M --heads 1:1 4:1 --documents 1 8 1K --time-budget-s 300 \\
+        --out results
     python tools/benchmark.py head --model llama3-8b --tokens 16K 128K --out results
     python tools/benchmark.py rank --model llama3-8b --num-layers 4 --ranks 8 --seq-length 128K --out results
     python tools/benchmark.py plot results/layer.json before/layer.json --output compared.png
@@ -15,8 +16,9 @@
     python tools/benchmark.py layer --model llama-tiny --ranks 4 --seq-length 2K --mlp-tile-size 256       # a CPU, to see it work
 
 Collectives are copies within the device, so figures are those of a rank that never waits for another. A rate is the median of
---repeats runs after --warmup; GPU memory is what PyTorch's allocator had handed out. Rows go to the console and, complete after every
-row, to files in --out; the picture comes at the end. `MODE --help` lists the flags, docs/performance.md says what is counted how.
+--repeats runs after --warmup; GPU memory is what PyTorch's allocator had handed out. Rows go to the console and, complete after
+every row, to files in --out; the picture comes at the end. `MODE --help` lists the flags, docs/performance.md says what is counted
+how.
 """
 
 import argparse
@@ -57,7 +59,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, **options)
     modes = parser.add_subparsers(dest="mode", required=True, metavar="MODE")
     for name, mode in (MEASURING | {"plot": plot_mode}).items():
-        mode_parser = modes.add_parser(name, help=mode.__doc__.splitlines()[0].split(": ", 1)[1], description=mode.__doc__, **options)
+        summary = mode.__doc__.splitlines()[0].split(": ", 1)[1]
+        mode_parser = modes.add_parser(name, help=summary, description=mode.__doc__, **options)
         if name in MEASURING:
             add_common_flags(mode_parser)
         mode.add_flags(mode_parser)

@@ -29,7 +29,8 @@ COLUMNS = [
     Column("first_forward_s", "first fwd s", ".3f", 11), Column("first_backward_s", "first bwd s", ".3f", 11),
     Column("forward_s", "fwd s", ".5f", 10), Column("backward_s", "bwd s", ".5f", 10),
     Column("forward_tflops", "fwd TFLOP/s", ".4g", 11), Column("backward_tflops", "bwd TFLOP/s", ".4g", 11),
-    Column("forward_share", "% matmul", "%", 8), Column("backward_share", "% matmul", "%", 8), Column("peak_gib", "peak GiB", ".3f", 9),
+    Column("forward_share", "% matmul", "%", 8), Column("backward_share", "% matmul", "%", 8),
+    Column("peak_gib", "peak GiB", ".3f", 9),
 ]  # fmt: skip
 
 
@@ -73,7 +74,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="query and key/value heads of a call (default: 1:1 4:1)")  # fmt: skip
     add("--head-dim", type=COUNT, default=128, metavar="N", help="width of a head")
     add("--documents", type=token_count, nargs="+", default=[1], metavar="N", help="in the stream: 1, 8, 1K (default: 1)")
-    add("--lengths", choices=("equal", "uneven"), nargs="+", default=["equal"], help="of documents; uneven: at random (default: equal)")
+    add("--lengths", choices=("equal", "uneven"), nargs="+", default=["equal"],
+        help="of documents; uneven: at random (default: equal)")  # fmt: skip
     add("--attention-backend", choices=tuple(BACKENDS), nargs="+", default=[name for name in BACKENDS if name != "reference"],
         metavar="NAME", help=f"some of {', '.join(BACKENDS)} (default: all but reference)")  # fmt: skip
 

@@ -10,9 +10,9 @@ On a CPU a smaller product in fp32; there are no copies to a host.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from megacp.benchmark.clock import call_seconds
 
@@ -34,7 +34,8 @@ class Ceilings:
 
     def text(self) -> str:
         """A line for a person."""
-        parts = [f"matmul {self.dtype} {self.side}^3 {self.matmul / 1e12:.4g} TFLOP/s", f"device copy {self.device_copy / 1e12:.3g} TB/s"]
+        matmul = f"matmul {self.dtype} {self.side}^3 {self.matmul / 1e12:.4g} TFLOP/s"
+        parts = [matmul, f"device copy {self.device_copy / 1e12:.3g} TB/s"]
         if self.to_host is not None:
             parts.append(f"pinned copies {self.to_host / 1e9:.3g} GB/s to the host, {self.to_device / 1e9:.3g} GB/s back")
         return "; ".join(parts)
@@ -44,21 +45,20 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
     cuda = device.type == "cuda"
     side = GPU_SIDE if cuda else CPU_SIDE
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    matmul = 2 * side**3 / _seconds(lambda: a @ b, device)
+    matmul = 2 * side**3 / _seconds(partial(torch.matmul, a, b), device)
     del a, b
     source = torch.empty(COPY_BYTES if cuda else COPY_BYTES // 64, dtype=torch.uint8, device=device).random_()
-    device_copy = 2 * source.nbytes / _seconds(lambda: source.clone(), device)
+    device_copy = 2 * source.nbytes / _seconds(source.clone, device)
     to_host = to_device = None
     if cuda:
         host = torch.empty(source.shape, dtype=torch.uint8, pin_memory=True)
-        to_host, to_device = (source.nbytes / _copy_seconds(*pair, device) for pair in ((host, source), (source, host)))
+        to_host, to_device = (
+            source.nbytes / _seconds(partial(to.copy_, from_, non_blocking=True), device)
+            for to, from_ in ((host, source), (source, host))
+        )
         del source, host
         torch.cuda.empty_cache()
     return Ceilings(side, str(dtype).removeprefix("torch."), matmul, device_copy, to_host, to_device)
-
-
-def _copy_seconds(destination: Tensor, source: Tensor, device: torch.device) -> float:
-    return _seconds(lambda: destination.copy_(source, non_blocking=True), device)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:

@@ -31,8 +31,8 @@ COLUMNS = [
     Column("model", "model", "", 12), Column("tokens", "tokens", "tokens", 8), Column("loss_tile_size", "tile", "tokens", 6),
     Column("first_s", "first s", ".3f", 9), Column("seconds", "seconds", ".4f", 9), Column("ms_per_4k_tokens", "ms/4K", ".2f", 9),
     Column("tokens_per_s", "tokens/s", ",.0f", 12), Column("model_tflops", "TFLOP/s", ".4g", 8),
-    Column("matmul_share", "% matmul", "%", 8), Column("peak_gib", "peak GiB", ".3f", 9), Column("added_gib", "added GiB", ".3f", 9),
-    Column("outside_share", "% other", "%", 7),
+    Column("matmul_share", "% matmul", "%", 8), Column("peak_gib", "peak GiB", ".3f", 9),
+    Column("added_gib", "added GiB", ".3f", 9), Column("outside_share", "% other", "%", 7),
 ]  # fmt: skip
 
 
@@ -90,7 +90,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--model", default="llama3-8b", metavar="PRESET", help="as of pretrain_llama.py")
     add("--tokens", type=token_count, nargs="+", default=[16384], metavar="TOKENS", help="of the rank: 4K, 128K (default: 16K)")
-    add("--loss-tile-size", type=token_count, nargs="+", default=[4096], metavar="TOKENS", help="per step of the head (default: 4096)")
+    add("--loss-tile-size", type=token_count, nargs="+", default=[4096], metavar="TOKENS",
+        help="per step of the head (default: 4096)")  # fmt: skip
     add("--vocab-size", type=COUNT, metavar="N", help="instead of the model's")
     add("--profile", action=argparse.BooleanOptionalAction, default=True,
         help="one repetition more, not timed, whose kernels tell where the time goes")  # fmt: skip

@@ -3,8 +3,8 @@
 >>> kernel_class("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN"), kernel_class("Memcpy HtoD (Pinned -> Device)")
 ('gemm', 'host copies')
 
-Kernels of several streams run at once, so seconds by class can add up to more than the time that passed. `account` gives each moment to
-one class, the first of `CLASSES` that runs then; what is left is idle:
+Kernels of several streams run at once, so seconds by class can add up to more than the time that passed. `account` gives each
+moment to one class, the first of `CLASSES` that runs then; what is left is idle:
 
     time      0   1   2   3   4   5
     gemm      |-------|                         busy 2, exposed 2
@@ -33,7 +33,7 @@ KERNEL_PATTERNS = (
     (r"^Memcpy (HtoD|DtoH)", HOST_COPIES),
     (r"^Memcpy", DEVICE_COPIES),
     (r"flash|fmha|sdpa|attention", ATTENTION),
-    (r"rms_?norm|layer_?norm|softmax|rope|rotary|swiglu|cross_?entropy|elementwise|reduce_kernel|triton", ELEMENTWISE),
+    (r"rms_?norm|layer_?norm|softmax|rope|rotary|swiglu|cross_?entropy|elementwise|\breduce_kernel|triton", ELEMENTWISE),
     (r"gemm|nvjet|xmma|cublas|split_?k|cutlass", GEMM),
 )
 OPERATOR_PATTERNS = (

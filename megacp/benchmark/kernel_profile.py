@@ -6,8 +6,8 @@
     profile.phases["forward"].spans             # [Span("nvjet_…", 12.001, 12.002), …]
     profile.phases["forward"].wall_s            # from begin to end of the block
 
-On a GPU only kernels and copies are recorded, not what the host does, which would slow it. On a CPU operators are: the outermost that
-has a class of its own, else the innermost, so that no moment counts twice.
+On a GPU only kernels and copies are recorded, not what the host does, which would slow it. On a CPU operators are: the outermost
+that has a class of its own, else the innermost, so that no moment counts twice.
 """
 
 import json

@@ -5,10 +5,10 @@
     repetition = bench.run()               # seconds and peaks of one forward and one backward
     row = layer_row(case, bench, repetitions, ceilings)     # medians, tokens/s/GPU, TFLOP/s, GiB and u
 
-The layer is the one that trains, with its activation store, tiles and stages; `Loopback` stands in for the Ulysses group. Tokens per
-second are scaled to the model's layers: tokens of a rank / (layers x seconds of one); embedding, output head, optimizer and FSDP's
-collectives are not in it. Peaks in u, one `[T, d]` of the rank in the compute dtype, are above the layer's weights and, in the
-backward, above their fp32 gradient sums, as in a rehearsal's report.
+The layer is the one that trains, with its activation store, tiles and stages; `Loopback` stands in for the Ulysses group. Tokens
+per second are scaled to the model's layers: tokens of a rank / (layers x seconds of one); embedding, output head, optimizer and
+FSDP's collectives are not in it. Peaks in u, one `[T, d]` of the rank in the compute dtype, are above the layer's weights and, in
+the backward, above their fp32 gradient sums, as in a rehearsal's report.
 """
 
 import statistics
@@ -214,8 +214,8 @@ def layer_row(case: LayerCase, bench: LayerBench, first: Repetition, repetitions
 def gemm_flops(case: LayerCase) -> tuple[int, int]:
     """Executed in matrix products outside attention, forward and backward, recompute counted.
 
-    The layer runs on the meta device and its products are counted, so this stays true when the layer's schedule changes. One tile is
-    enough: products are linear in the tokens.
+    The layer runs on the meta device and its products are counted, so this stays true when the layer's schedule changes. One tile
+    is enough: products are linear in the tokens.
     """
     meta, dtype, tokens = torch.device("meta"), torch.bfloat16, min(case.tile_size, case.tokens)
     case, times = replace(case, seq_length=case.ranks * tokens, documents=1, query_chunk=None), Fraction(case.tokens, tokens)

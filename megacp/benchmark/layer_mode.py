@@ -24,8 +24,9 @@ COLUMNS = [
     Column("plan", "plan", "", 15), Column("query_chunk", "q chunk", "tokens", 7), Column("mlp_tile_size", "tile", "tokens", 5),
     Column("attention", "attn", "", 9), Column("first_s", "first s", ".3f", 9), Column("forward_s", "fwd s", ".4f", 9),
     Column("backward_s", "bwd s", ".4f", 9), Column("tokens_per_s_per_gpu", "tok/s/GPU", ",.1f", 10),
-    Column("model_tflops", "TFLOP/s", ".4g", 8), Column("matmul_share", "% matmul", "%", 8), Column("peak_gib", "peak GiB", ".3f", 9),
-    Column("forward_u", "fwd u", ".2f", 6), Column("backward_u", "bwd u", ".2f", 6), Column("outside_share", "% other", "%", 7),
+    Column("model_tflops", "TFLOP/s", ".4g", 8), Column("matmul_share", "% matmul", "%", 8),
+    Column("peak_gib", "peak GiB", ".3f", 9), Column("forward_u", "fwd u", ".2f", 6),
+    Column("backward_u", "bwd u", ".2f", 6), Column("outside_share", "% other", "%", 7),
 ]  # fmt: skip
 
 
@@ -38,7 +39,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="of the whole sequence: 131072, 128K, 1M (default: 128K)")  # fmt: skip
     add("--heads-per-stage", type=heads_per_stage, nargs="+", metavar="U",
         help="query heads in flight over the group; a2a: all, plain Ulysses (default: --ranks, and a2a)")  # fmt: skip
-    add("--activation-memory", choices=tuple(PLANS), nargs="+", default=["gpu"], help="where the layer keeps its activations (default: gpu)")
+    add("--activation-memory", choices=tuple(PLANS), nargs="+", default=["gpu"],
+        help="where the layer keeps its activations (default: gpu)")  # fmt: skip
     add("--recompute-granularity", choices=("selective", "full"), nargs="+", default=["selective"],
         help="full: the attention forward runs again in the backward (default: selective)")  # fmt: skip
     add("--query-chunk", type=query_chunk, nargs="+", default=[None], metavar="TOKENS",
@@ -68,8 +70,9 @@ def cases(args: argparse.Namespace) -> list[LayerCase]:
     )  # fmt: skip
     return [
         LayerCase(
-            config, args.ranks, length, heads, memory, recompute, chunk, tile, documents, args.attention_backend, args.disk_offload_dir
-        )
+            config, args.ranks, length, heads, memory, recompute, chunk, tile, documents, args.attention_backend,
+            args.disk_offload_dir,
+        )  # fmt: skip
         for length, documents, memory, recompute, heads, chunk, tile in grid
     ]
 

@@ -14,9 +14,13 @@ from megacp.benchmark.flags import short_tokens
 
 LENGTHS = ("seq_length", "tokens")
 # What names a line, where rows differ in it.
-LABELS = ("model", "ranks", "method", "plan", "query_chunk", "mlp_tile_size", "loss_tile_size", "backend", "heads", "documents", "lengths")
+LABELS = (
+    "model", "ranks", "method", "plan", "query_chunk", "mlp_tile_size", "loss_tile_size", "backend", "heads", "documents",
+    "lengths",
+)  # fmt: skip
 RATES = {
-    "layer": ("tokens_per_s_per_gpu", "tokens/s/GPU, scaled to the model's layers"), "rank": ("tokens_per_s_per_gpu", "tokens/s/GPU"),
+    "layer": ("tokens_per_s_per_gpu", "tokens/s/GPU, scaled to the model's layers"),
+    "rank": ("tokens_per_s_per_gpu", "tokens/s/GPU"),
     "head": ("tokens_per_s", "tokens/s"), "attention": ("forward_tflops", "TFLOP/s (dashed: backward)"),
 }  # fmt: skip
 SECOND_RATE = {"attention": "backward_tflops"}
@@ -43,7 +47,7 @@ def draw(files: list[Path], output: Path) -> None:
     lengths = sorted({length for points in lines.values() for length, _ in points})
     for number, (label, points) in enumerate(lines.items()):
         x = [length for length, _ in points]
-        style = {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)], "linewidth": 1.5, "markersize": 6, "alpha": 0.85}
+        style = {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)], "markersize": 6, "alpha": 0.85}
         rates.plot(x, [row[RATES[mode][0]] for _, row in points], label=label, **style)
         if mode in SECOND_RATE:
             rates.plot(x, [row[SECOND_RATE[mode]] for _, row in points], linestyle="--", **style)
@@ -73,7 +77,7 @@ def lines_of(contents: list[dict], files: list[Path]) -> dict[str, list[tuple[in
     several = len({file for file, _ in rows}) > 1
     lines = defaultdict(list)
     for file, row in rows:
-        names = [_named(key, row.get(key)) for key in varied] + ([str(file.parent)] if several else [])
+        names = [_named(key, row.get(key)) for key in varied] + ([str(file.with_suffix(""))] if several else [])
         length = next(row[key] for key in LENGTHS if key in row)
         lines[", ".join(names) or row.get("method") or row.get("backend") or row["model"]].append((length, row))
     return {label: sorted(points, key=lambda point: point[0]) for label, points in lines.items()}
@@ -90,5 +94,6 @@ def _read(file: Path) -> dict:
         content = json.loads(file.read_text(encoding="utf-8"))
         content["mode"], content["rows"], content["environment"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArgumentError(f"plot {file}: not the JSON of a benchmark ({error}); results/layer.json of a run with --out works") from None
+        works = "results/layer.json of a run with --out works"
+        raise ArgumentError(f"plot {file}: not the JSON of a benchmark ({error}); {works}") from None
     return content

@@ -1,8 +1,8 @@
 """The mode `rank`: whole steps of one rank of a job, by length, method and plan: what pretrain_llama.py rehearses.
 
-Each row is a process of its own, `pretrain_llama.py --rehearse-world-size N`: embedding, all layers, output head, optimizer and FSDP, the
-sequence one document, the collectives local copies. What other flags of it a row should have comes last, after --pretrain-flags. Parts
-are the rehearsal's.
+Each row is a process of its own, `pretrain_llama.py --rehearse-world-size N`: embedding, all layers, output head, optimizer and
+FSDP, the sequence one document, the collectives local copies. What other flags of it a row should have comes last, after
+--pretrain-flags. Parts are the rehearsal's.
 """
 
 import argparse
@@ -70,7 +70,8 @@ class RankCase:
         return [
             "--rehearse-world-size", str(self.ranks), "--context-parallel-size", str(self.ranks), "--model", self.config.name,
             "--num-layers", str(self.config.num_layers), "--seq-length", str(self.seq_length), "--upipe-heads-per-stage",
-            str(self.heads_per_stage), "--activation-memory", self.activation_memory, "--mock-data", "--attention-mask", "causal", *chunk,
+            str(self.heads_per_stage), "--activation-memory", self.activation_memory, "--mock-data", "--attention-mask", "causal",
+            *chunk,
         ]  # fmt: skip
 
 
@@ -84,7 +85,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="of the whole sequence: 131072, 128K, 1M (default: 128K)")  # fmt: skip
     add("--heads-per-stage", type=heads_per_stage, nargs="+", metavar="U",
         help="query heads in flight over the group; a2a: all, plain Ulysses (default: --ranks)")  # fmt: skip
-    add("--activation-memory", choices=("auto", *PLANS), nargs="+", default=["auto"], help="where layers keep activations (default: auto)")
+    add("--activation-memory", choices=("auto", *PLANS), nargs="+", default=["auto"],
+        help="where layers keep activations (default: auto)")  # fmt: skip
     add("--query-chunk", type=query_chunk, nargs="+", default=[None], metavar="TOKENS",
         help="of a rank whose queries are in flight; all: not chunked (default: all)")  # fmt: skip
     add("--pretrain-flags", nargs=argparse.REMAINDER, default=[], help="all that follows goes to pretrain_llama.py as it is")

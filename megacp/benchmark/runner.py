@@ -1,6 +1,6 @@
 """Goes through the cases of a benchmark: one that does not fit the time left is left out, one that fails says why.
 
-    runner = Runner(report, rate=0.3 * ceilings.matmul, time_budget_s=540)
+    runner = Runner(report, rate=0.3 * ceilings.matmul, time_budget_s=540, start=time.monotonic())
     for case in cases:
         runner.run(case.describe(), case.model_flops, repetitions=5, measure=lambda: measure(case))     # returns (row, parts)
 
@@ -28,11 +28,11 @@ class Pace:
 
 
 class Runner:
-    """`rate`: FLOP/s to expect before anything is measured. `time_budget_s` counts from now; None: no limit."""
+    """`rate`: FLOP/s to expect before anything is measured. `time_budget_s` (None: no limit) counts from `start`, a time.monotonic."""
 
-    def __init__(self, report: Report, rate: float, time_budget_s: float | None):
+    def __init__(self, report: Report, rate: float, time_budget_s: float | None, start: float):
         self.report = report
-        self._rate, self._budget, self._start = rate, time_budget_s, time.monotonic()
+        self._rate, self._budget, self._start = rate, time_budget_s, start
         self._paces: dict[tuple, Pace] = {}
 
     def run(self, described: dict, flops: float, repetitions: int, measure: Callable[[], tuple[dict, list[dict]]]) -> None:
@@ -41,8 +41,8 @@ class Runner:
         pace = self._paces.get(kind, Pace(self._rate))
         expected, left = pace.besides_s + repetitions * flops / pace.rate, self.left()
         if expected > left:
-            problem = f"left out: would take about {expected:.0f} s, {max(left, 0):.0f} s are left of --time-budget-s {self._budget:g}"
-            self.report.add(described | {"problem": problem})
+            left_text = f"{max(left, 0):.0f} s are left of --time-budget-s {self._budget:g}"
+            self.report.add(described | {"problem": f"left out: would take about {expected:.0f} s, {left_text}"})
             return
         start = time.monotonic()
         try:

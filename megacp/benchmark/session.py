@@ -6,6 +6,7 @@
 """
 
 import argparse
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +33,11 @@ class Session:
     dtype: torch.dtype
     ceilings: Ceilings
     environment: dict
+    start: float  # as time.monotonic
 
     def runner(self, name: str, columns: list[Column]) -> Runner:
         report = Report(name, columns, self.environment, self.ceilings, self.args.out)
-        return Runner(report, EXPECTED_SHARE * self.ceilings.matmul, self.args.time_budget_s)
+        return Runner(report, EXPECTED_SHARE * self.ceilings.matmul, self.args.time_budget_s, self.start)
 
     def draw(self, name: str) -> None:
         """MODE.png from MODE.json, if there is something to draw."""
@@ -54,7 +56,8 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--repeats", type=COUNT, default=3, metavar="N", help="timed repetitions of a row; the median counts")
     add("--warmup", type=COUNT_OR_ZERO, default=1, metavar="N", help="repetitions before them; 0 for rows of minutes")
-    add("--time-budget-s", type=POSITIVE, metavar="S", help="leave out rows that would end later than so many seconds from the start")
+    add("--time-budget-s", type=POSITIVE, metavar="S",
+        help="leave out rows that would end later than so many seconds from the start")  # fmt: skip
     add("--out", metavar="DIR", help="folder of MODE.csv, MODE.json and MODE.png (default: console only)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda when there is one")
     add("--dtype", choices=tuple(DTYPES), help="compute precision (default: bf16 on cuda, fp32 on cpu)")
@@ -63,7 +66,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def open_session(args: argparse.Namespace) -> Session:
-    device = select_device(args.device)
+    start, device = time.monotonic(), select_device(args.device)
     dtype = DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     torch.manual_seed(args.seed)
     environment = describe(device, args.commit)
@@ -71,7 +74,7 @@ def open_session(args: argparse.Namespace) -> Session:
     print(f"{environment['device']}; commit {environment['commit']}; {versions}")
     ceilings = measure_ceilings(device, dtype)
     print(f"ceilings of this run: {ceilings.text()}", flush=True)
-    return Session(args, device, dtype, ceilings, environment)
+    return Session(args, device, dtype, ceilings, environment, start)
 
 
 def model_named(name: str) -> ModelConfig:
