@@ -128,6 +128,7 @@ def rehearse(
         optimizer = build_optimizer(
             model, lr=args.lr, weight_decay=args.weight_decay, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_eps
         )
+        _make_moments(optimizer)
         meter = PhaseMeter(model, gauge)
         pairs = _AttentionPairs()
         with (
@@ -144,6 +145,15 @@ def rehearse(
     if args.rehearse_json:
         Path(args.rehearse_json).write_text(report.to_json(), encoding="utf-8")
     return report
+
+
+def _make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """AdamW's moments, which training has from its second step on, are there in the first that is rehearsed."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 class SharedRoom(ActivationStore):

@@ -12,32 +12,32 @@ from megacp.memory.policy import PLANS, plan_of
 from tests.gpu.test_layer_gpu import BORDERS, config_of, gradients
 
 CYCLES = 1_000_000  # some 0.6 ms, longer than any stage or tile of this model computes
-SETTINGS = [(memory, granularity) for memory in PLANS for granularity in ("selective", "full")]
+SETTINGS = [(memory, granularity, ahead) for memory in PLANS for granularity, ahead in (("selective", 0), ("full", 0), ("selective", 1))]
 
 
-def ours(memory, granularity):
+def ours(memory, granularity, prefetch):
     """Loss and gradients of three layers, heads in four stages. The reference backend adds in one order always; fast ones need not."""
-    plan = plan_of(memory, granularity)
+    plan = plan_of(memory, granularity, prefetch)
     (loss, _), grads = gradients(config_of(8, 2), torch.bfloat16, 2, BORDERS["documents"], "reference", plan)
     return {"loss": loss.detach()} | {name: gradient for name, (gradient, _) in grads.items()}
 
 
 @pytest.fixture(scope="module")
 def expected():
-    return ours("gpu", "selective")
+    return ours("gpu", "selective", 0)
 
 
 def assert_equal_bits(results, expected):
     assert [name for name, value in results.items() if not torch.equal(value, expected[name])] == []
 
 
-@pytest.mark.parametrize("memory, granularity", SETTINGS)
-def test_every_plan_gives_the_same_bits(memory, granularity, expected):
-    assert_equal_bits(ours(memory, granularity), expected)
+@pytest.mark.parametrize("memory, granularity, prefetch", SETTINGS)
+def test_every_plan_gives_the_same_bits(memory, granularity, prefetch, expected):
+    assert_equal_bits(ours(memory, granularity, prefetch), expected)
 
 
-@pytest.mark.parametrize("memory, granularity", SETTINGS[2:])
-def test_late_copies_change_nothing(memory, granularity, expected, monkeypatch):
+@pytest.mark.parametrize("memory, granularity, prefetch", SETTINGS[3:])
+def test_late_copies_change_nothing(memory, granularity, prefetch, expected, monkeypatch):
     """Each copy begins after a pause on its stream. Who does not wait for it reads or overwrites what is not there yet."""
     host, disk = Copies._copy, disk_region._copy
 
@@ -53,11 +53,12 @@ def test_late_copies_change_nothing(memory, granularity, expected, monkeypatch):
 
     monkeypatch.setattr(Copies, "_copy", late_host)
     monkeypatch.setattr(disk_region, "_copy", late_disk)
-    assert_equal_bits(ours(memory, granularity), expected)
+    assert_equal_bits(ours(memory, granularity, prefetch), expected)
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("memory", ["host", "disk", "lean"])
-def test_a_late_computation_changes_nothing(memory, expected, monkeypatch):
+def test_a_late_computation_changes_nothing(memory, prefetch, expected, monkeypatch):
     """The device lags behind the host: copies must wait for what makes their source and for what still reads their destination."""
     now = Copies.now
 
@@ -66,4 +67,4 @@ def test_a_late_computation_changes_nothing(memory, expected, monkeypatch):
         return now(copies)
 
     monkeypatch.setattr(Copies, "now", lagging)
-    assert_equal_bits(ours(memory, "selective"), expected)
+    assert_equal_bits(ours(memory, "selective", prefetch), expected)
