@@ -14,13 +14,13 @@
     attention          900.10           45.2%
     …
 
-Reads the Chrome traces of pretrain_llama.py --profile, and other ones of torch's profiler, with less to tell apart. Needs Python only.
+Reads the Chrome traces of pretrain_llama.py --profile, and other ones of torch's profiler, with less to tell apart.
 
-Compute is the time in which at least one kernel ran that does not communicate; communication (NCCL kernels) is exposed while no other
-kernel runs, a copy between host and device while neither does; idle is the rest. So a row adds up. Copies within the device and
-memsets are compute. A kernel belongs to the phase that launched it, and a phase lasts on the GPU from its first computing kernel, or
-from the end of what came before, to the next phase's begin: the rows add up to the step. A trace without a GPU is told by its CPU
-operators, collectives of gloo as communication.
+Compute is the time in which at least one kernel ran that does not communicate; communication (NCCL kernels) is exposed while no
+other kernel runs, a copy between host and device while neither does; idle is the rest. So a row adds up. Copies within the device
+and memsets are compute. A kernel belongs to the phase that launched it, and a phase lasts on the GPU from its first computing
+kernel, or from the end of what came before, to the next phase's begin: the rows add up to the step. A trace without a GPU is told
+by its CPU operators, collectives of gloo as communication.
 """
 
 import argparse
@@ -33,17 +33,15 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megacp.benchmark.kernel_classes import COLLECTIVES, HOST_COPIES, kernel_class
+
 PHASES = ("forward", "head", "backward", "optimizer")
 OTHER, BETWEEN = "other", "between steps"  # of a step but in no phase; outside the steps
 COLUMNS = {"compute": "compute", "comm": "exposed comm", "copy": "exposed copies", "idle": "idle"}
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-KERNEL_CLASSES = (  # the first that matches the name
-    ("comm", r"nccl|^gloo:|^c10d::"),
-    ("attention", r"flash|fmha|attention|attn|sdpa"),
-    ("gemm", r"gemm|nvjet|cutlass|xmma|cublas|matmul|::(mm|bmm|addmm|linear)\b"),
-)
-OTHER_KERNELS = "element-wise"  # norms, rotary positions, reductions, packing
+CPU_COLLECTIVE = r"gloo:|c10d::"
+KINDS = {COLLECTIVES: "comm", HOST_COPIES: "copy"}  # of classes of kernels; the others compute
 
 Intervals = list[tuple[float, float]]  # disjoint and ascending, none empty; microseconds
 
@@ -115,7 +113,7 @@ class Work:
     stop: float
     launch: float
     kind: str  # "compute", "comm" or "copy"
-    kernel_class: str
+    kernel_class: str  # one of megacp.benchmark.kernel_classes
 
 
 @dataclass(frozen=True)
@@ -165,9 +163,8 @@ def device_work(events: list[dict]) -> list[Work]:
     work = []
     for event in events:
         if event.get("cat") in DEVICE_WORK:
-            start = event["ts"]
-            launch = launches.get(event.get("args", {}).get("correlation"), start)
-            work.append(_work(event, min(launch, start), *_kind_of_device_work(event)))
+            launch = launches.get(event.get("args", {}).get("correlation"), event["ts"])
+            work.append(_work(event, min(launch, event["ts"]), kernel_class(event["name"])))
     return work
 
 
@@ -175,28 +172,15 @@ def operators(events: list[dict]) -> list[Work]:
     """What ran on the CPU: PyTorch's own operators and collectives."""
     work = []
     for event in events:
-        name = event["name"]
-        if name.startswith("aten::") or re.match(KERNEL_CLASSES[0][1], name):
-            kernel_class = _kernel_class(name)
-            work.append(_work(event, event["ts"], "comm" if kernel_class == "comm" else "compute", kernel_class))
+        if re.match(CPU_COLLECTIVE, event["name"]):
+            work.append(_work(event, event["ts"], COLLECTIVES))
+        elif event["name"].startswith("aten::"):
+            work.append(_work(event, event["ts"], kernel_class(event["name"], on_cpu=True)))
     return work
 
 
-def _work(event: dict, launch: float, kind: str, kernel_class: str) -> Work:
-    return Work(event["ts"], event["ts"] + event.get("dur", 0), launch, kind, kernel_class)
-
-
-def _kind_of_device_work(event: dict) -> tuple[str, str]:
-    if event["cat"] == "gpu_memcpy" and re.search(r"HtoD|DtoH", event["name"]):
-        return "copy", "copy"
-    if event["cat"] != "kernel":
-        return "compute", OTHER_KERNELS
-    kernel_class = _kernel_class(event["name"])
-    return ("comm" if kernel_class == "comm" else "compute"), kernel_class
-
-
-def _kernel_class(name: str) -> str:
-    return next((label for label, pattern in KERNEL_CLASSES if re.search(pattern, name, re.IGNORECASE)), OTHER_KERNELS)
+def _work(event: dict, launch: float, class_: str) -> Work:
+    return Work(event["ts"], event["ts"] + event.get("dur", 0), launch, KINDS.get(class_, "compute"), class_)
 
 
 def host_segments(annotations: list[dict], work: list[Work]) -> tuple[list[Segment], int]:
@@ -320,9 +304,10 @@ def _share(part: float, whole: float) -> str:
 def as_json(summary: Summary) -> dict:
     """Seconds a step."""
     rows = summary.phases | {"step": summary.step}
+    seconds = {phase: {key: value / 1e6 for key, value in parts.items()} for phase, parts in rows.items()}
     return {
         "trace": summary.trace, "rank": summary.rank, "gpu": summary.has_gpu, "steps": summary.steps,
-        "phases": {name: {key: value / 1e6 for key, value in (parts | {"total": sum(parts.values())}).items()} for name, parts in rows.items()},
+        "phases": {phase: parts | {"total": sum(parts.values())} for phase, parts in seconds.items()},
         "kernels": {name: busy / 1e6 for name, busy in summary.kernels.items()},
     }  # fmt: skip
 

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from megacp.context_parallel import engine
+from megacp.context_parallel.all_to_all import Exchange
 from megacp.model import decoder_layer
 from megacp.model.attention_projections import AttentionProjections
 from megacp.model.output_head import OutputHead
@@ -24,7 +25,7 @@ from megacp.training.wrapping import wrapped
 
 PARTS = {
     "projections": [(AttentionProjections, name) for name in ("pack_q", "pack_kv", "pack_do", "unpack_dq", "unpack_dkv")],
-    "all-to-all": [(engine, "all_to_all")],
+    "all-to-all": [(engine, "all_to_all"), (Exchange, "wait")],  # what ran beside the computation costs no wait
     "attention": [(engine, "attention_forward"), (engine, "attention_backward")],
     "mlp": [(decoder_layer, "_mlp_forward"), (decoder_layer, "_mlp_backward_")],
     "head": [(OutputHead, "forward")],

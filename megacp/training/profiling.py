@@ -9,7 +9,7 @@ tools/trace_summary.py says where the time went. The names, nested:
 
     step 10
         forward
-            layer 0 forward … pack_q stage 1 … tile 8192 … all-to-all … attention forward … copy to host … mlp
+            layer 0 forward … pack_q stage 1 … tile 8192 … all-to-all … all-to-all wait … attention forward … copy to host … mlp
             head
         backward
             layer 3 backward … pack_do stage 0 … attention backward … copy to device … mlp backward
@@ -30,6 +30,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from megacp.context_parallel import engine
+from megacp.context_parallel.all_to_all import Exchange
 from megacp.data.batch import PackedBatch
 from megacp.memory.copies import Copies
 from megacp.model import attention_projections, decoder_layer, output_head
@@ -51,14 +52,17 @@ class StepProfiler:
         self._model, self._optimizer, self._cuda = model, optimizer, device.type == "cuda"
         self._running = ExitStack()  # the profiler and what it needs; empty when none runs
         self._profile: profile | None = None
-        self._step = 0
+        self._begun, self._step = False, 0
 
     def __enter__(self) -> "StepProfiler":
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, kind, *exception) -> None:
         """Also writes what was profiled when the run ends before the last step to profile."""
         self._finish()
+        if kind is None and not self._begun:
+            done = f"ended with step {self._step}" if self._step else "trained nothing"
+            print(f"warning: no profile: the run {done}, and --profile-step-start was {self._first}", flush=True)
 
     def start_step(self, step: int, batches: list[PackedBatch]) -> None:
         if self._profile is None and self._first - 1 <= step < self._stop:
@@ -83,6 +87,7 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._cuda
         first = max(step, self._first)
         phases = schedule(wait=0, warmup=first - step, active=self._stop - first, repeat=1)
+        self._begun = True
         self._profile = profile(activities=activities, schedule=phases, on_trace_ready=lambda trace: self._write(trace, first))
         self._running.enter_context(named_ranges(self._model, self._optimizer))
         self._running.enter_context(self._profile)
@@ -111,6 +116,7 @@ def named_ranges(model: Llama, optimizer: torch.optim.Optimizer) -> Iterator[Non
     targets += [(AttentionProjections, name, _named_by_stage(name)) for name in STAGE_FUNCTIONS]
     targets += [(owner, "read_ahead", _named_by_tile) for owner in (attention_projections, decoder_layer)]
     targets += [(output_head, "tiles", _named_by_tile), (engine, "all_to_all", _named("all-to-all"))]
+    targets += [(Exchange, "wait", _named("all-to-all wait"))]
     targets += [(engine, f"attention_{way}", _named(f"attention {way}")) for way in ("forward", "backward")]
     targets += [(decoder_layer, "_mlp_forward", _named("mlp")), (decoder_layer, "_mlp_backward_", _named("mlp backward"))]
     targets += [(Copies, "to_host", _named("copy to host")), (Copies, "to_device", _named("copy to device"))]

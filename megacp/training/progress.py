@@ -5,12 +5,12 @@
     state = position(parts, done=40, costs={"forward": 1.0, …}, seconds=310.0)
     state.phase, state.layer, state.fraction        # "backward", 26, 0.43
 
-A step is forward of every layer, head, backward of every layer in reverse, for each micro-batch, and then the optimizer. A part's work
-is its FLOPs; `costs` turns work into time by phase, from what the last step took, so that documents of other lengths and kernels of other
-speeds both count. Before the first step has been measured all phases are taken to run at the same FLOP/s.
+A step is forward of every layer, head, backward of every layer in reverse, for each micro-batch, and then the optimizer. A part's
+work is its FLOPs; `costs` turns work into time by phase, from what the last step took, so that documents of other lengths and
+kernels of other speeds both count. Before a step has been measured all phases are taken to run at the same FLOP/s.
 
-Recompute counts here: the backward makes all projections and the MLP again (3 times the forward's GEMMs, 2.5 times its attention, which
-tiles in two passes), and the attention too when asked to.
+Recompute counts here: the backward makes projections and MLP again (3 times the forward's GEMMs) and q·k inside the attention
+kernel (2.5 times its FLOPs), and the attention's forward too when asked to.
 """
 
 from collections.abc import Sequence
@@ -54,8 +54,8 @@ def step_parts(config: ModelConfig, pairs: Sequence[int], tokens: int, recompute
 
 
 def measured_costs(parts: list[Part], seconds: Sequence[float | None], before: dict[str, float]) -> dict[str, float]:
-    """Seconds per unit of work by phase, from those of each part; None: not known. What was `before` stays when a whole phase of the
-    model is not known, as phases of different units would not compare; and for an optimizer that is not known.
+    """Seconds per unit of work by phase, from those of each part; None: not known. What was `before` stays when a whole phase of
+    the model is not known, as phases of different units would not compare; and for an optimizer that is not known.
     """
     costs = dict(before)
     for phase in PHASES:
@@ -69,7 +69,7 @@ def measured_costs(parts: list[Part], seconds: Sequence[float | None], before: d
 
 @dataclass(frozen=True)
 class Position:
-    """Where a step is. `layer` None in head and optimizer. `eta_s`: seconds to the end of the step, None before any part is done."""
+    """Where a step is. `layer`: None in head and optimizer. `eta_s`: seconds to the step's end, None before any part is done."""
 
     micro_batch: int
     phase: str

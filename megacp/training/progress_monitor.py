@@ -89,8 +89,8 @@ class _Step:
 class ProgressMonitor:
     """A watcher of the training loop, and a context manager, in which its thread lives.
 
-    `tokens`: of a step over all ranks. `interval`: seconds of a step before the console tells, and between two lines of a log; 0: it
-    never does. `heartbeat` None: no file. `stream` None: standard output.
+    `tokens`: of a step over all ranks. `interval`: seconds of a step before the console tells, and between two lines of a log; 0:
+    it never does. `heartbeat` None: no file. `stream` None: standard output.
     """
 
     def __init__(

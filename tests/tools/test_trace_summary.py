@@ -104,7 +104,7 @@ LAGGING = {  # µs: compute, exposed communication, exposed copies, idle
     "other": (0, 0, 0, 10),  # 0 to 5, and 160 to 165
     "step": (130, 10, 5, 20),
 }
-LAGGING_KERNELS = {"attention": 90, "gemm": 20, "element-wise": 20, "comm": 15, "copy": 10}
+LAGGING_KERNELS = {"attention": 90, "gemm": 20, "device copies": 5, "element-wise": 15, "collectives": 15, "host copies": 10}
 
 
 def microseconds(summary):
@@ -136,7 +136,8 @@ def test_figures_are_a_step_and_what_lies_between_steps_is_none_of_them(tmp_path
 def test_a_trace_of_another_program_is_told_as_a_whole(tmp_path):
     trace = Recorder()
     trace.device("triton_poi_fused", 0, 10, 30)
-    trace.events.append({"ph": "X", "cat": "kernel", "name": "of a launch before the trace", "ts": 2, "dur": 3, "args": {"correlation": 99}})
+    before = {"ph": "X", "cat": "kernel", "name": "of a launch before the trace", "ts": 2, "dur": 3, "args": {"correlation": 99}}
+    trace.events.append(before)
     trace.device("ncclKernel_AllGather", 40, 40, 41)
     summary = tool.summarize(tool.read_trace(trace.write(tmp_path / "t.json")))
     assert summary.steps == 1 and summary.phases.keys() == {"other"}
@@ -148,7 +149,8 @@ KINDS = {"compute": ("k", "kernel"), "comm": ("nccl", "kernel"), "copy": ("Memcp
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.tuples(st.sampled_from([*KINDS]), st.integers(0, 80), st.integers(0, 20), st.integers(1, 30)), min_size=1, max_size=15),
+@given(st.lists(st.tuples(st.sampled_from([*KINDS]), st.integers(0, 80), st.integers(0, 20), st.integers(1, 30)), min_size=1,
+                max_size=15),
        st.lists(st.integers(1, 60), min_size=4, max_size=4, unique=True))  # fmt: skip
 def test_every_microsecond_is_counted_once_and_rightly(tmp_path_factory, work, borders):
     trace, busy = Recorder(), {kind: set() for kind in KINDS}

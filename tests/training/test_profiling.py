@@ -26,6 +26,15 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
     assert "warning: the profile of steps 1-1, rank 5, could not be written" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("steps, said", [([501, 502], "ended with step 502"), ([], "trained nothing")])
+def test_a_run_that_does_not_meet_the_steps_to_profile_says_so(tmp_path, capsys, steps, said):
+    with StepProfiler(10, 12, str(tmp_path), 0, None, None, torch.device("cpu")) as profiler:
+        for step in steps:
+            profiler.start_step(step, [])
+            profiler.finish_step()
+    assert f"warning: no profile: the run {said}, and --profile-step-start was 10" in capsys.readouterr().out
+
+
 def test_outside_a_profile_functions_and_hooks_are_as_they_were():
     with torch.device("meta"):
         model = Llama(preset("llama-tiny"))
