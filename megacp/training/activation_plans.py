@@ -31,8 +31,8 @@ def memory_job(
     tokens = args.seq_length * args.micro_batch_size // layout.context_parallel_size
     return Job(
         config, schedule, tokens, layout.world_size, args.mlp_tile_size, args.loss_tile_size, dtype, args.upipe_query_chunk,
-        accumulates=args.global_batch_size > args.micro_batch_size * layout.data_parallel_size, states_on_host=args.optimizer_cpu_offload,
-        sequences=args.micro_batch_size,
+        accumulates=args.global_batch_size > args.micro_batch_size * layout.data_parallel_size,
+        states_on_host=args.optimizer_cpu_offload, sequences=args.micro_batch_size,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from megacp.model.llama import Llama
 
 
 def shard_model(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, states_on_host: bool = False) -> Llama:
-    """Applies `fully_shard` in place: a unit per layer, one for each untied end, the rest in the root. `dtype` is that of compute."""
+    """Applies `fully_shard` in place: a unit a layer, one for each untied end, the rest in the root. `dtype` is that of compute."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if states_on_host else OffloadPolicy()
     units = list(model.layers)
@@ -50,7 +50,7 @@ def build_model(config: ModelConfig, mesh: DeviceMesh, dtype: torch.dtype, state
 def allocate_weights(
     model: Llama, device: torch.device, seed: int, pretrained: HuggingFaceWeights | None = None, states_on_host: bool = False
 ) -> None:
-    """Gives each rank its shards, with the weights of `pretrained` or, without it, initial ones from `seed`: the same for every layout.
+    """Gives each rank its shards, with the weights of `pretrained` or, without it, initial ones from `seed`, alike on every layout.
 
     No rank ever holds the whole model; of `pretrained` it reads the rows that it keeps. `states_on_host` as the model was built.
     Raises ValueError naming --optimizer-cpu-offload when the host cannot give the memory.

@@ -61,7 +61,8 @@ def startup_summary(
 
 
 def optimizer_summary(job: Job) -> str:
-    return f"AdamW in host memory: {job.host_state_bytes / GIB:.2f} GiB of fp32 weights, moments and gradients (--optimizer-cpu-offload)"
+    gib = job.host_state_bytes / GIB
+    return f"AdamW in host memory: {gib:.2f} GiB of fp32 weights, moments and gradients (--optimizer-cpu-offload)"
 
 
 def evaluation_summary(args: argparse.Namespace, data: TrainingData) -> str:

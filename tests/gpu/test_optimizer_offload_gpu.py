@@ -58,7 +58,9 @@ def logs(tmp_path_factory):
     return {name: [json.loads(line) for line in (folder / name.replace(" ", "_")).read_text().splitlines()] for name, _ in runs}
 
 
-@pytest.mark.parametrize("name, like", [("offloaded", "plain"), ("offloaded, accumulating", "plain, accumulating"), ("back and forth", "plain")])
+@pytest.mark.parametrize(
+    "name, like", [("offloaded", "plain"), ("offloaded, accumulating", "plain, accumulating"), ("back and forth", "plain")]
+)
 def test_losses_and_norms_are_those_without(name, like, logs):
     assert [record["step"] for record in logs[name]] == [1, 2, 3]
     for key in ("loss", "grad_norm"):

@@ -56,7 +56,7 @@ def test_room_is_looked_for_before_anything_is_taken(two_ranks_here):
     prepare_host(JOB, plans, None)
     with pytest.raises(ValueError) as error:
         prepare_host(JOB, plans, needed - 1)
-    assert str(error.value).startswith("--optimizer-cpu-offload: 2 ranks on this host take 0.03 GiB of host memory each for states and 0.00 for")
+    assert str(error.value).startswith("--optimizer-cpu-offload: 2 ranks on this host take 0.03 GiB of host memory each for states and 0.00")
     # The advice is true, and no smaller number of ranks would do.
     (ranks,) = re.findall(r"(\d+) ranks in all", str(error.value))
     assert int(ranks) == 4 and 2 * host_state_bytes(TINY, 4) < 2 * JOB.host_state_bytes - 1
@@ -98,10 +98,10 @@ def linux(root, groups, files):
 
 
 def group(folder, limit, use, version=2):
-    names = {2: ("memory.max", "memory.current", "inactive_file"), 1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}
-    limit_file, use_file, reclaimable = names[version]
+    names = {1: ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"), 2: ("max", "current", "inactive_file")}
+    most, now, reclaimable = names[version]
     return {
-        f"{folder}/{limit_file}": f"{limit}\n", f"{folder}/{use_file}": f"{use}\n",
+        f"{folder}/memory.{most}": f"{limit}\n", f"{folder}/memory.{now}": f"{use}\n",
         f"{folder}/memory.stat": f"anon 7\n{reclaimable} 1024\n",
     }  # fmt: skip
 
