@@ -12,6 +12,7 @@ Worked example, Llama3-8B on 8 ranks, 1M tokens, U = 8, tiles of 4,096 (u = 1 Gi
 weight-gradient sums with everything on the device, its own h and the outputs not yet done (1.5 u) among them; at 4.1 u with `lean`.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -296,3 +297,28 @@ def head_count(job: Job) -> HeadCount:
 def head_peak(job: Job) -> int:
     """Bytes of the output head above weights and kept activations."""
     return sum(head_count(job).parts.values())
+
+
+@dataclass(frozen=True)
+class StepCount:
+    """A forward and backward pass of one rank: its layers and its head."""
+
+    layers: list[LayerCount]
+    head: HeadCount
+
+    @property
+    def _works(self) -> list[Work]:
+        return [*(work for layer in self.layers for work in (layer.forward_work, layer.backward_work)), self.head.work]
+
+    @property
+    def gemm_flops(self) -> Counter:
+        """By part."""
+        return sum((work.gemm_flops for work in self._works), Counter())
+
+    @property
+    def flops(self) -> float:
+        return sum(work.flops for work in self._works)
+
+
+def count_step(job: Job, plans: list[LayerPlan]) -> StepCount:
+    return StepCount([layer_peaks(job, plan) for plan in plans], head_count(job))

@@ -1,12 +1,17 @@
-"""Predict the memory of a training job, and ask what would fit. No GPU is needed and nothing is started.
+"""Predict memory and time of a training job, and ask what would fit. No GPU is needed and nothing is started.
 
     python tools/plan_memory.py --model llama3-8b --seq-length 5242880 --gpus 8 --gpu-memory-gib 72 --host-memory-gib 200
     python tools/plan_memory.py --model llama3-8b --longest --gpus 8 --gpu-memory-gib 72 --activation-memory lean
     python tools/plan_memory.py --model qwen3-32b --fewest-gpus --seq-length 5242880 --json
+    python tools/plan_memory.py --model llama3-8b --seq-length 1048576 --gpus 8 --gpu H200 --calibrate rehearsal.json all_to_all.json
+    python tools/plan_memory.py --rehearsal r1.json r2.json
 
     GPU memory per rank           GiB
       states                    11.22
       …
+      buffers                   18.51   layer backward
+        k, v                     2.50
+        …
       total                     39.23   of 72.00: 32.77 to spare
 
 All flags of pretrain_llama.py that change memory count here as there, and the same checks refuse what cannot run. The layer's own
@@ -16,9 +21,12 @@ divides the GPUs and fits the heads.
 
 Budgets are those of one rank, as in training: a node of 8 GPUs and 1 TiB of host memory has 128 GiB a rank, less what the system
 needs. --gpu-memory-gib is all planned with; what CUDA, NCCL and the allocator take comes on top, for which training leaves a
-tenth of the GPU when the flag is not given (here: of 80 GiB).
+tenth of the GPU when the flag is not given (here: of 80 GiB). The margin shown is such a tenth, or what rehearsals measured.
 
-There is no word about time: it does not follow from memory. Exits with 1 when the job does not fit.
+Time is the counted work, recompute included, by the speeds of --gpu: measured on an H200, estimated for others. --calibrate corrects
+them by reports that --rehearse-json of pretrain_llama.py wrote on such a GPU, and the all-to-all, which one GPU cannot rehearse, by a
+file {"all_to_all": [{"bytes_per_rank": 268435456, "seconds": 0.0009, "gpus": 8}, …]}. --rehearsal holds the prediction against such
+reports, each with its own settings, and says how far it is off. Exits with 1 when the job does not fit.
 """
 
 import argparse
@@ -31,9 +39,14 @@ from megacp.arguments import COUNT
 from megacp.checkpointing.huggingface_config import PretrainedError
 from megacp.memory.units import GIB
 from megacp.planner import table
+from megacp.training.activation_plans import GPU_SHARE
 from megacp.training.capacity import Outcome, fewest_gpus, longest_context, parse_planned, plan_job
+from megacp.training.rehearsals import compare, read_rehearsal
+from megacp.training.speeds import Speeds, speeds_from
+from megacp.training.step_time import StepTime, predict_step_time
 
-USAGE = "plan_memory.py [--gpus N] [--longest | --fewest-gpus] [--json] [flags of pretrain_llama.py]"
+USAGE = "plan_memory.py [--gpus N] [--longest | --fewest-gpus | --rehearsal FILE...] [--json] [flags of pretrain_llama.py]"
+SMALL = 0.01  # of all buffers: those below are shown together
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,19 +57,29 @@ def main(argv: list[str] | None = None) -> int:
     question = parser.add_mutually_exclusive_group()
     question.add_argument("--longest", action="store_true", help="the longest --seq-length that fits, to one MLP tile a rank")
     question.add_argument("--fewest-gpus", action="store_true", help="the smallest number of GPUs that --seq-length fits on")
-    parser.add_argument("--json", action="store_true", help="one object for programs; bytes and tokens")
+    question.add_argument("--rehearsal", nargs="+", metavar="FILE", help="reports of rehearsals: predicted against rehearsed peak")
+    parser.add_argument("--gpu", metavar="NAME", help="A100, H100, H200 or B200, for its speeds (default: of --calibrate, else H100)")
+    parser.add_argument("--calibrate", nargs="+", default=[], metavar="FILE",
+        help="reports of rehearsals or measured all-to-alls, to correct speeds with")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one object for programs; bytes, seconds and tokens")
     asked, flags = parser.parse_known_args(argv)
     args = parse_planned(flags, USAGE)
     try:
+        if asked.rehearsal:
+            compared = [compare(read_rehearsal(file)) for file in asked.rehearsal]
+            print(json.dumps({"rehearsals": compared}, indent=2) if asked.json else "\n".join(comparison(compared)))
+            return 0
+        speeds = speeds_from(asked.gpu, asked.calibrate)
         gpus, seq_length, answer = _answer(asked, args)
         outcome = plan_job(args, gpus, seq_length)
+        time = predict_step_time(outcome.job, outcome.plans, speeds, micro_batches(outcome, gpus))
     except (ArgumentError, PretrainedError) as error:
         print(f"plan_memory: {error}", file=sys.stderr)
         return 1
     if asked.json:
-        print(json.dumps(answer | record(outcome, gpus), indent=2))
+        print(json.dumps(answer | record(outcome, gpus, speeds, time), indent=2))
     else:
-        print("\n".join(report(outcome, gpus, answer)))
+        print("\n".join(report(outcome, gpus, answer, speeds) + time_table(time, speeds)))
     if outcome.problem:
         print(f"plan_memory: {outcome.problem}", file=sys.stderr)
     return 1 if outcome.problem else 0
@@ -79,7 +102,19 @@ def _answer(asked: argparse.Namespace, args: argparse.Namespace) -> tuple[int, i
     return asked.gpus, args.seq_length, {}
 
 
-def report(outcome: Outcome, gpus: int, answer: dict[str, int]) -> list[str]:
+def micro_batches(outcome: Outcome, gpus: int) -> int:
+    """Forward and backward passes of a step."""
+    args = outcome.args
+    return args.global_batch_size // (args.micro_batch_size * (gpus // args.context_parallel_size))
+
+
+def margin(outcome: Outcome, speeds: Speeds) -> int:
+    """Bytes for CUDA, NCCL and what the allocator holds beyond what is used."""
+    share = 1 / GPU_SHARE - 1 if speeds.allocator_margin is None else speeds.allocator_margin
+    return round(share * outcome.prediction.device_bytes)
+
+
+def report(outcome: Outcome, gpus: int, answer: dict[str, int], speeds: Speeds) -> list[str]:
     """Lines for a person; GiB of one rank."""
     args, job, prediction = outcome.args, outcome.job, outcome.prediction
     schedule = job.schedule
@@ -95,8 +130,11 @@ def report(outcome: Outcome, gpus: int, answer: dict[str, int]) -> list[str]:
         f"{schedule.heads_per_stage} of {schedule.num_heads} heads a stage{chunk}, MLP tiles of {job.tile_size:,}",
         "",
         f"{'GPU memory per rank':22}{'GiB':>10}",
-        *(f"  {name:20}{bytes_ / GIB:10.2f}" for name, bytes_ in prediction.parts.items()),
+        *(f"  {name:20}{bytes_ / GIB:10.2f}" for name, bytes_ in prediction.parts.items() if name != "buffers"),
+        f"  {'buffers':20}{prediction.parts['buffers'] / GIB:10.2f}   {prediction.moment}",
+        *(f"    {name:24}{bytes_ / GIB:8.2f}" for name, bytes_ in _shown(prediction.buffers).items()),
         _total("total", prediction.device_bytes, args.gpu_memory_gib),
+        f"  {'allocator margin':20}{margin(outcome, speeds) / GIB:10.2f}   on top",
         "",
         f"{'elsewhere, per rank':22}{'GiB':>10}",
         _total("host", prediction.host_bytes, args.host_memory_gib),
@@ -109,6 +147,38 @@ def report(outcome: Outcome, gpus: int, answer: dict[str, int]) -> list[str]:
     return lines
 
 
+def _shown(buffers: dict[str, int]) -> dict[str, int]:
+    """The largest first; small ones together."""
+    limit = SMALL * sum(buffers.values())
+    shown = {name: bytes_ for name, bytes_ in sorted(buffers.items(), key=lambda item: -item[1]) if bytes_ >= limit}
+    others = sum(buffers.values()) - sum(shown.values())
+    return shown | ({"others": others} if others else {})
+
+
+def time_table(time: StepTime, speeds: Speeds) -> list[str]:
+    """Lines for a person: seconds of a step by part; what hides behind other work takes none."""
+    return [
+        "",
+        f"{'time of a step':22}{'seconds':>10}{'share':>8}",
+        *(f"  {part:20}{seconds:10.3f}{seconds / time.seconds:8.1%}" for part, seconds in time.parts.items() if seconds),
+        f"  {'step':20}{time.seconds:10.3f}   {time.tokens_per_s_per_gpu:,.1f} tokens/s/GPU, {time.mfu:.1%} MFU",
+        f"speeds of {speeds.gpu}: {'; '.join(f'{name} {source}' for name, source in speeds.sources.items())}",
+    ]
+
+
+def comparison(compared: list[dict]) -> list[str]:
+    """Lines for a person, one a file, and the worst error."""
+    width = max(len(one["file"]) for one in compared)
+    lines = [f"{'file':{width}}  {'tokens a rank':>13}{'predicted GiB':>15}{'rehearsed GiB':>15}{'error':>9}   predicted in; job"]
+    for one in compared:
+        predicted, rehearsed = one["predicted_bytes"] / GIB, one["rehearsed_bytes"] / GIB
+        lines.append(
+            f"{one['file']:{width}}  {one['tokens_per_rank']:13,}{predicted:15.3f}{rehearsed:15.3f}{one['error']:+9.2%}   "
+            f"{one['moment']}; {one['job']}"
+        )
+    return [*lines, f"worst of {len(compared)}: {max((one['error'] for one in compared), key=abs):+.2%}"]
+
+
 def _total(name: str, bytes_: int, budget: float | None) -> str:
     line = f"  {name:20}{bytes_ / GIB:10.2f}"
     if budget is None:
@@ -117,7 +187,7 @@ def _total(name: str, bytes_: int, budget: float | None) -> str:
     return f"{line}   of {budget:.2f}: {f'{left:.2f} to spare' if left >= 0 else f'{-left:.2f} too much'}"
 
 
-def record(outcome: Outcome, gpus: int) -> dict:
+def record(outcome: Outcome, gpus: int, speeds: Speeds, time: StepTime) -> dict:
     """The same for programs; bytes of one rank. `plans` has one a layer."""
     args, job, prediction = outcome.args, outcome.job, outcome.prediction
     return {
@@ -131,13 +201,22 @@ def record(outcome: Outcome, gpus: int) -> dict:
         "tokens_per_rank": job.tokens,
         "unit_bytes": job.unit,
         "gpu_parts_bytes": prediction.parts,
+        "gpu_buffers_bytes": prediction.buffers,
+        "gpu_peak_moment": prediction.moment,
         "gpu_bytes": prediction.device_bytes,
+        "allocator_margin_bytes": margin(outcome, speeds),
         "host_bytes": prediction.host_bytes,
         "host_state_bytes": job.host_state_bytes,
         "disk_bytes": prediction.disk_bytes,
         "budgets_gib": {name: getattr(args, f"{name}_memory_gib") for name in ("gpu", "host", "disk")},
         "plans": [dataclasses.asdict(plan) for plan in outcome.plans],
         "problem": outcome.problem,
+        "step_seconds": time.seconds,
+        "step_parts_seconds": time.parts,
+        "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
+        "mfu": time.mfu,
+        "executed_flops_per_gpu": time.executed_flops,
+        "speeds": {"gpu": speeds.gpu} | speeds.sources,
     }
 
 

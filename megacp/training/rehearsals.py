@@ -19,7 +19,7 @@ from megacp.checkpointing.weights import config_from_json, config_to_json
 from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.kernels.attention.stub import STUBS
 from megacp.memory.policy import LayerPlan
-from megacp.planner import Job
+from megacp.planner import Job, predict
 
 STUB = "stub-"
 
@@ -64,6 +64,26 @@ def job_settings(job: Job, plans: list[LayerPlan], micro_batches: int, attention
         "optimizer_cpu_offload": job.states_on_host,
         "plans": [dataclasses.asdict(plan) for plan in plans],
         "attention_pairs": attention_pairs,
+    }
+
+
+def compare(rehearsal: Rehearsal) -> dict:
+    """The predicted peak beside the rehearsed one, in bytes, and the error as a share of the latter."""
+    job = rehearsal.job
+    if rehearsal.device == "cpu":  # where the host's memory is the device's
+        job = dataclasses.replace(job, states_on_host=False)
+    predicted = predict(job, rehearsal.plans)
+    plans = dict.fromkeys("/".join(str(place) for place in dataclasses.astuple(plan)[:4]) for plan in rehearsal.plans)
+    chunk = f", chunks of {job.query_chunk:,}" if job.query_chunk else ""
+    return {
+        "file": rehearsal.path,
+        "job": f"{job.config.name}, {job.config.num_layers} layers, 1 of {job.sharding_ranks} ranks, U {job.schedule.heads_per_stage}"
+        f"{chunk}, h/output/lse/gradient on {' and '.join(plans)}; {rehearsal.attention}, {rehearsal.device}",
+        "tokens_per_rank": job.tokens,
+        "predicted_bytes": predicted.device_bytes,
+        "rehearsed_bytes": rehearsal.peak,
+        "error": predicted.device_bytes / rehearsal.peak - 1,
+        "moment": predicted.moment,
     }
 
 

@@ -1,0 +1,201 @@
+"""How fast a GPU does each kind of work: measured on one H200, scaled for others, corrected by rehearsals and by measured all-to-alls.
+
+    speeds = speeds_of("H100")                                           # an H200's, by the ratio of the bf16 peaks: "estimated"
+    speeds = calibrated(speeds, [read_rehearsal("r.json")])              # that rehearsal's step is predicted as it was measured
+    speeds = with_all_to_all(speeds, read_all_to_all("a2a.json"))
+
+A file of all-to-alls: {"all_to_all": [{"bytes_per_rank": 268435456, "seconds": 0.0009, "gpus": 8}, …]}; `bytes_per_rank` is all that
+one rank hands over, its own block included.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megacp.argument_checks import ArgumentError
+from megacp.planner import count_step
+from megacp.planning.work import BACKWARD_FLOPS, OTHER
+from megacp.training.metrics import peak_flops
+from megacp.training.rehearsals import STUB, Rehearsal, read_json, read_rehearsal
+
+Curve = tuple[tuple[float, float], ...]  # (x, y) with x ascending; between them y is taken on a line over log x, beyond them constant
+
+# Measured on one H200 with FlashAttention-4, D = 128, bf16, one causal document: FLOP/s by the FLOPs of a forward call, 4·D·heads·pairs.
+# One head of 16K, 128K, 512K, 1M and 5M tokens, and four of 16K on one KV head. 5M forward was not measured: as the backward there.
+FA4_FORWARD = ((6.9e10, 209e12), (2.75e11, 585e12), (4.4e12, 738e12), (7.0e13, 649e12), (2.8e14, 662e12), (7.0e15, 597e12))
+FA4_BACKWARD = ((6.9e10, 233e12), (2.75e11, 604e12), (4.4e12, 639e12), (7.0e13, 612e12), (2.8e14, 619e12), (7.0e15, 558e12))
+MATMUL = 788e12  # FLOP/s, measured there: bf16, 8192 x 8192 x 8192
+# What GEMMs reach with the norms, RoPE, SwiGLU, packing and copies of heads around them: with it steps of Llama3-8B on one rank of 8,
+# measured on that H200 with an unfused layer, come out within 1% at 128K and 512K tokens and 3% at 1M.
+SHARE_WITH_ELEMENT_WISE = 0.5
+HOST_COPY = 55e9  # bytes/s each way, measured there, pinned
+DISK = 3e9  # bytes/s, one local NVMe; an estimate
+HOST_UPDATE = 56e9  # bytes/s of AdamW on one CPU core, measured
+MEASURED_ON, DEFAULT_GPU = "H200", "H100"
+
+# Of one GPU to its peers, bytes/s one way, three quarters of NVIDIA's figure for NVLink; and of device memory. Estimates.
+NVLINK = (("A100", 225e9), ("H100", 340e9), ("H200", 340e9), ("B200", 675e9))
+DEVICE_MEMORY = (("A100", 2.0e12), ("H100", 3.3e12), ("H200", 4.8e12), ("B200", 8.0e12))
+NODE, NETWORK = 8, 45e9  # GPUs that NVLink joins; bytes/s of a GPU's 400 Gbit/s adapter beyond
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """FLOP/s and bytes/s of one GPU. `sources` says where figures come from, for a person; `allocator_margin` is a share of the peak."""
+
+    gpu: str
+    attention_forward: Curve
+    attention_backward: Curve
+    gemm: dict[str, float]  # by part, what is around the GEMMs included
+    host_copy: float
+    disk: float
+    nvlink: float
+    device_memory: float
+    all_to_all: dict[int, Curve]  # by GPUs: bytes/s by bytes per rank; empty: by `nvlink` and NETWORK
+    allocator_margin: float | None  # None: not measured
+    sources: dict[str, str]
+
+    def attention_seconds(self, work) -> tuple[float, float]:
+        """Forward and backward calls of a `Work`."""
+        forward = sum(n * flops / at(self.attention_forward, flops) for flops, n in work.attention_forward.items())
+        backward = sum(n * BACKWARD_FLOPS * flops / at(self.attention_backward, flops) for flops, n in work.attention_backward.items())
+        return forward, backward
+
+    def all_to_all_seconds(self, bytes_per_rank: int, gpus: int) -> float:
+        """One all-to-all. Of measured numbers of GPUs the nearest counts."""
+        if self.all_to_all:
+            nearest = min(self.all_to_all, key=lambda measured: abs(math.log(measured / gpus)))
+            return bytes_per_rank / at(self.all_to_all[nearest], bytes_per_rank)
+        inside = min(gpus, NODE)
+        return bytes_per_rank / gpus * ((inside - 1) / self.nvlink + (gpus - inside) / NETWORK)
+
+
+def at(curve: Curve, x: float) -> float:
+    """The curve's value.
+
+    >>> at(((1.0, 10.0), (100.0, 30.0)), 10.0)
+    20.0
+    """
+    if x <= curve[0][0]:
+        return curve[0][1]
+    for (x0, y0), (x1, y1) in zip(curve, curve[1:]):
+        if x <= x1:
+            return y0 + (y1 - y0) * math.log(x / x0) / math.log(x1 / x0)
+    return curve[-1][1]
+
+
+def speeds_from(gpu: str | None, calibration_files: list[str]) -> Speeds:
+    """What --gpu and --calibrate ask for: without --gpu those of the GPU that was rehearsed on, else of an H100."""
+    reports = {path: read_json(path, "--rehearse-json of pretrain_llama.py, or measured all-to-alls") for path in calibration_files}
+    rehearsals = [read_rehearsal(path) for path, report in reports.items() if "all_to_all" not in report]
+    for rehearsal in rehearsals:
+        if rehearsal.device == "cpu":
+            raise ArgumentError(f"--calibrate {rehearsal.path} was rehearsed on a CPU; a rehearsal on a GPU works")
+    speeds = speeds_of(gpu or next((rehearsal.device for rehearsal in rehearsals), DEFAULT_GPU))
+    if rehearsals:
+        speeds = calibrated(speeds, rehearsals)
+    for path, report in reports.items():
+        if "all_to_all" in report:
+            speeds = with_all_to_all(speeds, read_all_to_all(path))
+    return speeds
+
+
+def speeds_of(gpu: str) -> Speeds:
+    """Of a GPU by name, such as CUDA's "NVIDIA H200". Raises ArgumentError for one that is not known."""
+    peak = peak_flops(gpu)
+    if peak is None:
+        raise ArgumentError(f"--gpu {gpu} is not known; {' or '.join(name for name, _ in NVLINK)} works")
+    scale = peak / peak_flops(MEASURED_ON)
+    measured = f"measured on one {MEASURED_ON}" if MEASURED_ON in gpu else f"estimated: an {MEASURED_ON}'s, by the bf16 peak"
+    parts = ("projections", "mlp", "head", OTHER)
+    return Speeds(
+        gpu=gpu,
+        attention_forward=_scaled(FA4_FORWARD, lambda _: scale),
+        attention_backward=_scaled(FA4_BACKWARD, lambda _: scale),
+        gemm=dict.fromkeys(parts, SHARE_WITH_ELEMENT_WISE * MATMUL * scale),
+        host_copy=HOST_COPY,
+        disk=DISK,
+        nvlink=_of(NVLINK, gpu),
+        device_memory=_of(DEVICE_MEMORY, gpu),
+        all_to_all={},
+        allocator_margin=None,
+        sources={"attention": measured, "GEMM": measured, "host copies": f"measured on one {MEASURED_ON}", "all-to-all": "estimated"},
+    )
+
+
+def calibrated(speeds: Speeds, rehearsals: list[Rehearsal]) -> Speeds:
+    """`speeds` as the rehearsals measured them. Raises ArgumentError for one that was not on such a GPU.
+
+    Attention by the size of its calls, GEMMs by part; copies and the allocator's margin where they were measured. The all-to-all of a
+    rehearsal is a local copy and corrects nothing; attention that was a stub does not correct attention.
+    """
+    for rehearsal in rehearsals:
+        if peak_flops(rehearsal.device) != peak_flops(speeds.gpu):
+            raise ArgumentError(f"--calibrate {rehearsal.path} was rehearsed on {rehearsal.device}, not on {speeds.gpu}; --gpu "
+                                f"{rehearsal.device.split()[-1]} works")  # fmt: skip
+    files = f"calibrated by {len(rehearsals)} rehearsal{'s' * (len(rehearsals) > 1)}"
+    sources = dict(speeds.sources)
+    copies = [rehearsal.copy_bytes_per_s for rehearsal in rehearsals if rehearsal.copy_bytes_per_s]
+    if copies:
+        speeds, sources["host copies"] = replace(speeds, host_copy=sum(copies) / len(copies)), files
+    factors = sorted(_attention_factor(speeds, rehearsal) for rehearsal in rehearsals if not rehearsal.attention.startswith(STUB))
+    if factors:
+        forward, backward = (_scaled(x, lambda flops: at(tuple(factors), flops)) for x in (speeds.attention_forward, speeds.attention_backward))
+        speeds, sources["attention"] = replace(speeds, attention_forward=forward, attention_backward=backward), files
+    margins = [rehearsal.reserved / rehearsal.peak - 1 for rehearsal in rehearsals if rehearsal.reserved]
+    sources["GEMM"] = files
+    return replace(
+        speeds, gemm=_gemm_speeds(speeds, rehearsals), allocator_margin=max(margins, default=None), sources=sources
+    )
+
+
+def _attention_factor(speeds: Speeds, rehearsal: Rehearsal) -> tuple[float, float]:
+    """FLOPs of a call, and how much faster calls were than predicted."""
+    layers = count_step(rehearsal.job, rehearsal.plans).layers
+    predicted = sum(sum(speeds.attention_seconds(work)) for layer in layers for work in (layer.forward_work, layer.backward_work))
+    measured = rehearsal.part_seconds["attention"]
+    if measured <= 0:
+        raise ArgumentError(f"--calibrate {rehearsal.path} spent {measured} s in attention; a rehearsal of a whole step works")
+    calls = layers[0].forward_work.attention_forward
+    return max(calls) * rehearsal.pairs_share, predicted * rehearsal.micro_batches * rehearsal.pairs_share / measured
+
+
+def _gemm_speeds(speeds: Speeds, rehearsals: list[Rehearsal]) -> dict[str, float]:
+    """FLOPs by seconds of each part over all rehearsals. What no part has is the output projection, and waiting."""
+    flops, seconds = dict.fromkeys(speeds.gemm, 0.0), dict.fromkeys(speeds.gemm, 0.0)
+    for rehearsal in rehearsals:
+        counted = count_step(rehearsal.job, rehearsal.plans)
+        for part in speeds.gemm:
+            flops[part] += rehearsal.micro_batches * counted.gemm_flops[part]
+            known = rehearsal.step_seconds - sum(rehearsal.part_seconds.values())
+            seconds[part] += known if part == OTHER else rehearsal.part_seconds[part]
+    return {part: flops[part] / seconds[part] if seconds[part] > 0 else speed for part, speed in speeds.gemm.items()}
+
+
+def read_all_to_all(path: str) -> dict[int, Curve]:
+    """Bytes/s by bytes per rank, for each number of GPUs. Raises ArgumentError that says what is wrong with the file."""
+    shape = '{"all_to_all": [{"bytes_per_rank": …, "seconds": …, "gpus": …}, …]}'
+    report, points = read_json(path, f"the form {shape}"), {}
+    try:
+        for entry in report["all_to_all"]:
+            size, seconds, gpus = entry["bytes_per_rank"], entry["seconds"], entry["gpus"]
+            if min(size, seconds, gpus - 1) <= 0:
+                raise ValueError(f"{entry}: bytes and seconds are above 0, GPUs are 2 or more")
+            points.setdefault(gpus, []).append((size, size / seconds))
+        if not points:
+            raise ValueError("no entry")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArgumentError(f"--calibrate {path} has no measured all-to-alls ({error}); {shape} works") from None
+    return {gpus: tuple(sorted(curve)) for gpus, curve in points.items()}
+
+
+def with_all_to_all(speeds: Speeds, measured: dict[int, Curve]) -> Speeds:
+    return replace(speeds, all_to_all=speeds.all_to_all | measured, sources=speeds.sources | {"all-to-all": "measured"})
+
+
+def _scaled(curve: Curve, factor: Callable[[float], float]) -> Curve:
+    return tuple((x, y * factor(x)) for x, y in curve)
+
+
+def _of(table: tuple[tuple[str, float], ...], gpu: str) -> float:
+    return next(value for name, value in table if name in gpu)
