@@ -5,7 +5,7 @@
     repetition = bench.run()               # seconds and peaks of one forward and one backward
     row = layer_row(case, bench, repetitions, ceilings)     # medians, tokens/s/GPU, TFLOP/s, GiB and u
 
-The layer is the one that trains, with its activation store, tiles and stages; `Loopback` stands in for the Ulysses group. Tokens
+The layer is the one that trains, with its activation store, tiles and stages; `stand_in` is the Ulysses group. Tokens
 per second are scaled to the model's layers: tokens of a rank / (layers x seconds of one); embedding, output head, optimizer and
 FSDP's collectives are not in it. Peaks in u, one `[T, d]` of the rank in the compute dtype, are above the layer's weights and, in
 the backward, above their fp32 gradient sums, as in a rehearsal's report.
@@ -20,8 +20,8 @@ import torch
 from megacp.benchmark.ceilings import Ceilings
 from megacp.benchmark.clock import seconds_of
 from megacp.benchmark.product_counter import ProductCounter
+from megacp.benchmark.stand_in import stand_in
 from megacp.benchmark.work import attention_flops, equal_borders, layer_model_flops
-from megacp.context_parallel.all_to_all import Loopback
 from megacp.context_parallel.engine import AttentionSettings
 from megacp.context_parallel.head_schedule import HeadSchedule, build_head_schedule
 from megacp.kernels.attention import Documents, select_backend
@@ -41,7 +41,10 @@ INPUT_STD = 0.5  # of the random hidden states
 
 @dataclass(frozen=True)
 class LayerCase:
-    """What is measured. `query_chunk` and `tile_size` in tokens of a rank; `documents` of equal length share the stream."""
+    """What is measured. `query_chunk` and `tile_size` in tokens of a rank; `documents` of equal length share the stream.
+
+    `prefetch`: as --upipe-prefetch; None: what the plan does by itself.
+    """
 
     config: ModelConfig
     ranks: int
@@ -54,6 +57,7 @@ class LayerCase:
     documents: int = 1
     backend: str = "auto"
     disk_directory: str | None = None
+    prefetch: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -66,7 +70,7 @@ class LayerCase:
 
     @property
     def plan(self) -> LayerPlan:
-        return plan_of(self.activation_memory, self.recompute)
+        return plan_of(self.activation_memory, self.recompute, self.prefetch)
 
     @property
     def plan_name(self) -> str:
@@ -99,7 +103,7 @@ class LayerCase:
         return {
             "model": self.config.name, "ranks": self.ranks, "seq_length": self.seq_length, "documents": self.documents,
             "method": self.method, "heads_per_stage": self.heads_per_stage, "plan": self.plan_name,
-            "query_chunk": self.query_chunk, "mlp_tile_size": self.tile_size,
+            "prefetch": int(self.plan.prefetch), "query_chunk": self.query_chunk, "mlp_tile_size": self.tile_size,
         }  # fmt: skip
 
 
@@ -171,8 +175,8 @@ class LayerBench:
 def layer_context(case: LayerCase, backend: str, device: torch.device, dtype: torch.dtype) -> LayerContext:
     """What the layer is called with on rank 0, with an activation store for one layer."""
     config, schedule = case.config, case.schedule
-    group = Loopback(case.ranks) if case.ranks > 1 else None
-    attention = AttentionSettings(schedule, group, Documents(case.borders), config.kv_channels**-0.5, backend, case.query_chunk)
+    group, documents = stand_in(case.ranks, device), Documents(case.borders)
+    attention = AttentionSettings(schedule, group, documents, config.kv_channels**-0.5, backend, case.query_chunk)
     geometry = Geometry.of(config, schedule, case.tokens, case.tile_size, dtype)
     return LayerContext(
         attention,

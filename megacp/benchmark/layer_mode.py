@@ -21,11 +21,11 @@ from megacp.training.memory_phases import device_gauge
 
 COLUMNS = [
     Column("seq_length", "length", "tokens", 8), Column("documents", "docs", ",", 5), Column("method", "method", "", 10),
-    Column("plan", "plan", "", 15), Column("query_chunk", "q chunk", "tokens", 7), Column("mlp_tile_size", "tile", "tokens", 5),
-    Column("attention", "attn", "", 9), Column("first_s", "first s", ".3f", 9), Column("forward_s", "fwd s", ".4f", 9),
-    Column("backward_s", "bwd s", ".4f", 9), Column("tokens_per_s_per_gpu", "tok/s/GPU", ",.1f", 10),
-    Column("model_tflops", "TFLOP/s", ".4g", 8), Column("matmul_share", "% matmul", "%", 8),
-    Column("peak_gib", "peak GiB", ".3f", 9), Column("forward_u", "fwd u", ".2f", 6),
+    Column("plan", "plan", "", 15), Column("prefetch", "ahead", "", 5), Column("query_chunk", "q chunk", "tokens", 7),
+    Column("mlp_tile_size", "tile", "tokens", 5), Column("attention", "attn", "", 9), Column("first_s", "first s", ".3f", 9),
+    Column("forward_s", "fwd s", ".4f", 9), Column("backward_s", "bwd s", ".4f", 9),
+    Column("tokens_per_s_per_gpu", "tok/s/GPU", ",.1f", 10), Column("model_tflops", "TFLOP/s", ".4g", 8),
+    Column("matmul_share", "% matmul", "%", 8), Column("peak_gib", "peak GiB", ".3f", 9), Column("forward_u", "fwd u", ".2f", 6),
     Column("backward_u", "bwd u", ".2f", 6), Column("outside_share", "% other", "%", 7),
 ]  # fmt: skip
 
@@ -43,6 +43,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="where the layer keeps its activations (default: gpu)")  # fmt: skip
     add("--recompute-granularity", choices=("selective", "full"), nargs="+", default=["selective"],
         help="full: the attention forward runs again in the backward (default: selective)")  # fmt: skip
+    add("--upipe-prefetch", type=int, choices=(0, 1), nargs="+", default=[None],
+        help="1: exchanges and copies of the next stage run under this one's attention (default: 1, with lean 0)")  # fmt: skip
     add("--query-chunk", type=query_chunk, nargs="+", default=[None], metavar="TOKENS",
         help="of a rank whose queries are in flight; all: not chunked (default: all)")  # fmt: skip
     add("--mlp-tile-size", type=token_count, nargs="+", default=[8192], metavar="TOKENS", help="of a rank per step (default: 8192)")
@@ -65,15 +67,15 @@ def cases(args: argparse.Namespace) -> list[LayerCase]:
     if "disk" in args.activation_memory and args.disk_offload_dir is None:
         raise ArgumentError("--activation-memory disk needs --disk-offload-dir DIR, a directory on a local disk")
     grid = itertools.product(
-        sorted(args.seq_length), args.documents, args.activation_memory, args.recompute_granularity, stages, args.query_chunk,
-        args.mlp_tile_size,
+        sorted(args.seq_length), args.documents, args.activation_memory, args.recompute_granularity, stages,
+        args.upipe_prefetch, args.query_chunk, args.mlp_tile_size,
     )  # fmt: skip
     return [
         LayerCase(
             config, args.ranks, length, heads, memory, recompute, chunk, tile, documents, args.attention_backend,
-            args.disk_offload_dir,
+            args.disk_offload_dir, prefetch,
         )  # fmt: skip
-        for length, documents, memory, recompute, heads, chunk, tile in grid
+        for length, documents, memory, recompute, heads, prefetch, chunk, tile in grid
     ]
 
 

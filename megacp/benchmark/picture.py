@@ -15,8 +15,8 @@ from megacp.benchmark.flags import short_tokens
 LENGTHS = ("seq_length", "tokens")
 # What names a line, where rows differ in it.
 LABELS = (
-    "model", "ranks", "method", "plan", "query_chunk", "mlp_tile_size", "loss_tile_size", "backend", "heads", "documents",
-    "lengths",
+    "model", "ranks", "method", "plan", "prefetch", "query_chunk", "mlp_tile_size", "loss_tile_size", "backend", "heads",
+    "documents", "lengths",
 )  # fmt: skip
 RATES = {
     "layer": ("tokens_per_s_per_gpu", "tokens/s/GPU, scaled to the model's layers"),

@@ -28,7 +28,7 @@ class Pace:
 
 
 class Runner:
-    """`rate`: FLOP/s to expect before anything is measured. `time_budget_s` (None: no limit) counts from `start`, a time.monotonic."""
+    """`rate`: FLOP/s to expect before anything is measured. `time_budget_s`, or None, counts from `start`, a time.monotonic."""
 
     def __init__(self, report: Report, rate: float, time_budget_s: float | None, start: float):
         self.report = report

@@ -28,6 +28,10 @@ class Loopback:
     def size(self) -> int:
         return self.ranks
 
+    def exchange(self, send_C: torch.Tensor) -> "Exchange":
+        """Done when it returns; a stand-in that takes its time overrides this."""
+        return Exchange(send_C, send_C.clone())
+
 
 class Exchange:
     """An all-to-all on its way. `wait()` returns what arrives; what is sent must not change before."""
@@ -56,6 +60,6 @@ def all_to_all(send_C: torch.Tensor, group: dist.ProcessGroup | Loopback | None)
     if size == 1:
         return Exchange(send_C, send_C)
     if isinstance(group, Loopback):
-        return Exchange(send_C, send_C.clone())
+        return group.exchange(send_C)
     received_C = torch.empty_like(send_C)
     return Exchange(send_C, received_C, dist.all_to_all_single(received_C, send_C, group=group, async_op=True))

@@ -41,11 +41,16 @@ def test_attention_runs_again_only_where_the_plan_says_so():
 def test_names_of_methods_and_plans():
     assert (CASE.method, dataclasses.replace(CASE, heads_per_stage=8).method) == ("upipe U=4", "a2a")
     assert dataclasses.replace(CASE, activation_memory="lean", recompute="full").plan_name == "lean, recompute"
+    ahead = [dataclasses.replace(CASE, prefetch=prefetch).describe()["prefetch"] for prefetch in (None, 0, 1)]
+    assert ahead == [1, 0, 1]
 
 
-@pytest.mark.parametrize("memory, heads, chunk", [("gpu", 4, None), ("gpu", 8, None), ("lean", 4, None), ("lean", 4, 256)])
-def test_peaks_are_those_that_the_planner_counts(memory, heads, chunk):
-    case = dataclasses.replace(CASE, activation_memory=memory, heads_per_stage=heads, query_chunk=chunk, backend="stub-fa4")
+@pytest.mark.parametrize(
+    "memory, heads, chunk, prefetch", [("gpu", 4, None, 0), ("gpu", 4, None, 1), ("gpu", 8, None, 0), ("lean", 4, 256, 0)]
+)
+def test_peaks_are_those_that_the_planner_counts(memory, heads, chunk, prefetch):
+    changes = dict(activation_memory=memory, heads_per_stage=heads, query_chunk=chunk, prefetch=prefetch)
+    case = dataclasses.replace(CASE, backend="stub-fa4", **changes)
     job = Job(TINY, case.schedule, case.tokens, 4, case.tile_size, 4096, torch.float32, chunk)
     predicted = layer_peaks(job, case.plan)
     with AllocationCounter() as counter:
