@@ -294,11 +294,6 @@ def head_count(job: Job) -> HeadCount:
         return HeadCount(memory.peak_holders(), work.take())
 
 
-def head_peak(job: Job) -> int:
-    """Bytes of the output head above weights and kept activations."""
-    return sum(head_count(job).parts.values())
-
-
 @dataclass(frozen=True)
 class StepCount:
     """A forward and backward pass of one rank: its layers and its head."""

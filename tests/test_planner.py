@@ -10,7 +10,7 @@ from megacp.memory.policy import DISK, GPU, HOST, PLANS, RECOMPUTE, LayerPlan
 from megacp.memory.store import planned_bytes
 from megacp.memory.units import GIB
 from megacp.model.config import preset
-from megacp.planner import Job, choose_plans, head_peak, layer_peaks, predict, table
+from megacp.planner import Job, choose_plans, head_count, layer_peaks, predict, table
 
 CONFIG = replace(preset("llama3-8b"), num_layers=6, vocab_size=4096)  # a small head: the layers are what counts
 
@@ -53,7 +53,9 @@ def test_activation_peaks_in_units_of_a_hidden_state(plan, query_chunk, forward,
 
 
 def test_head_memory_is_its_tile_its_weight_gradient_and_two_hidden_states():
-    small, large = head_peak(job_of()), head_peak(job_of(tokens=262144))
+    parts = head_count(job_of()).parts
+    small, large = (sum(head_count(job).parts.values()) for job in (job_of(), job_of(tokens=262144)))
+    assert parts["hidden state"] == parts["gradient of the hidden state"] == GIB and parts["labels"] == 8 * 131072
     assert large - small == 2 * GIB + 8 * 131072  # h and dh; labels
     weight_gradient, logits = 4096 * 4096 * 4, 1024 * 4096 * 2
     assert 2 * GIB + weight_gradient < small < 2 * GIB + 2 * weight_gradient + 4 * logits + GIB // 16

@@ -43,7 +43,7 @@ from megacp.checkpointing.huggingface_config import PretrainedError
 from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.memory.policy import HOST, PLANS, RECOMPUTE, LayerPlan
 from megacp.memory.units import GIB
-from megacp.planner import GRADIENT_BYTES, STATE_BYTES, Job, head_peak, predict
+from megacp.planner import GRADIENT_BYTES, STATE_BYTES, Job, predict
 from megacp.training.capacity import job_of, parse_planned
 
 USAGE = "memory_ladder.py --gpus N --seq-length TOKENS [--output FILE] [flags of pretrain_llama.py]"
@@ -102,7 +102,7 @@ def counted_rung(name: str, job: Job, plan: LayerPlan) -> Rung:
     parts = dict(prediction.parts)
     buffers = parts.pop("buffers")
     parts["weights"] = parts.pop("gathered weights")
-    parts["output head" if buffers == head_peak(job) else "layer buffers"] = buffers
+    parts["output head" if prediction.moment == "head" else "layer buffers"] = buffers
     return Rung(name, "counted", parts, prediction.host_bytes)
 
 

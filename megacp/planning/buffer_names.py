@@ -21,12 +21,12 @@ _TILE = "projection tile"
 _PLACES = {
     "planner": {
         ("count_layer", "h"): HIDDEN, ("count_layer", "g"): RESIDUAL, ("count_layer", "out.backward"): "weight gradients handed over",
-        ("head_peak", "h"): HIDDEN, ("head_peak", "labels"): "labels",
+        ("head_count", "h"): HIDDEN, ("head_count", "labels"): "labels",
     },
     "decoder_layer": {
         ("forward", "h_out"): HIDDEN, ("forward", None): "output projection tile", ("_gather_heads", None): "output projection tile",
-        ("backward", "grads"): WEIGHT_GRADIENTS, ("backward", "g"): RESIDUAL, ("backward", "projections.dxn"): "dxn",
-        ("backward", "dxn"): "dxn", ("backward", None): "output projection tile",
+        ("backward", "grads"): WEIGHT_GRADIENTS, ("backward", "g"): RESIDUAL, ("backward", "dxn"): "dxn",
+        ("backward", None): "output projection tile",
         ("_mlp_forward", None): "MLP tile", ("_mlp_backward_", None): "MLP tile",
     },
     "attention_projections": {

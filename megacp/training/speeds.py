@@ -127,26 +127,28 @@ def calibrated(speeds: Speeds, rehearsals: list[Rehearsal]) -> Speeds:
     """`speeds` as the rehearsals measured them. Raises ArgumentError for one that was not on such a GPU.
 
     Attention by the size of its calls, GEMMs by part; copies and the allocator's margin where they were measured. The all-to-all of a
-    rehearsal is a local copy and corrects nothing; attention that was a stub does not correct attention.
+    rehearsal is a local copy and corrects nothing. Nor does the time of one with stub attention: its copies have nothing to hide behind.
     """
     for rehearsal in rehearsals:
         if peak_flops(rehearsal.device) != peak_flops(speeds.gpu):
             raise ArgumentError(f"--calibrate {rehearsal.path} was rehearsed on {rehearsal.device}, not on {speeds.gpu}; --gpu "
                                 f"{rehearsal.device.split()[-1]} works")  # fmt: skip
-    files = f"calibrated by {len(rehearsals)} rehearsal{'s' * (len(rehearsals) > 1)}"
     sources = dict(speeds.sources)
     copies = [rehearsal.copy_bytes_per_s for rehearsal in rehearsals if rehearsal.copy_bytes_per_s]
     if copies:
-        speeds, sources["host copies"] = replace(speeds, host_copy=sum(copies) / len(copies)), files
-    factors = sorted(_attention_factor(speeds, rehearsal) for rehearsal in rehearsals if not rehearsal.attention.startswith(STUB))
-    if factors:
-        forward, backward = (_scaled(x, lambda flops: at(tuple(factors), flops)) for x in (speeds.attention_forward, speeds.attention_backward))
-        speeds, sources["attention"] = replace(speeds, attention_forward=forward, attention_backward=backward), files
+        speeds, sources["host copies"] = replace(speeds, host_copy=sum(copies) / len(copies)), _by(len(copies))
+    timed = [rehearsal for rehearsal in rehearsals if not rehearsal.attention.startswith(STUB)]
+    if timed:
+        factors = tuple(sorted(_attention_factor(speeds, rehearsal) for rehearsal in timed))
+        forward, backward = (_scaled(x, lambda flops: at(factors, flops)) for x in (speeds.attention_forward, speeds.attention_backward))
+        speeds = replace(speeds, attention_forward=forward, attention_backward=backward, gemm=_gemm_speeds(speeds, timed))
+        sources |= dict.fromkeys(("attention", "GEMM"), _by(len(timed)))
     margins = [rehearsal.reserved / rehearsal.peak - 1 for rehearsal in rehearsals if rehearsal.reserved]
-    sources["GEMM"] = files
-    return replace(
-        speeds, gemm=_gemm_speeds(speeds, rehearsals), allocator_margin=max(margins, default=None), sources=sources
-    )
+    return replace(speeds, allocator_margin=max(margins, default=None), sources=sources)
+
+
+def _by(rehearsals: int) -> str:
+    return f"calibrated by {rehearsals} rehearsal{'s' * (rehearsals > 1)}"
 
 
 def _attention_factor(speeds: Speeds, rehearsal: Rehearsal) -> tuple[float, float]:
