@@ -106,15 +106,16 @@ def test_the_tour_runs_as_written(tmp_path):
     assert f"{TOKENS} tokens" in shown
 
 
-PAGES = ("README.md", "docs/data.md")
+PAGES = ("README.md", "docs/data.md", "docs/performance.md")
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_names_is_there(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     tools = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tools").glob("*.py")}
+    benchmark = [path.read_text(encoding="utf-8") for path in (ROOT / "megacp" / "benchmark").glob("*.py")]
     known = {option for action in build_parser()._actions for option in action.option_strings}
-    known |= {flag for source in tools.values() for flag in re.findall(r'"(--[a-z-]+)"', source)}
+    known |= {flag for source in (*tools.values(), *benchmark) for flag in re.findall(r'"(--[a-z-]+)"', source)}
     known |= {"--standalone", "--nproc-per-node"}  # torchrun's
     flags = set(re.findall(r"--[a-z][a-z0-9-]*", text))
     assert flags - known == set()

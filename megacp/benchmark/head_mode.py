@@ -93,8 +93,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--loss-tile-size", type=token_count, nargs="+", default=[4096], metavar="TOKENS",
         help="per step of the head (default: 4096)")  # fmt: skip
     add("--vocab-size", type=COUNT, metavar="N", help="instead of the model's")
-    add("--profile", action=argparse.BooleanOptionalAction, default=True,
-        help="one repetition more, not timed, whose kernels tell where the time goes")  # fmt: skip
+    add("--no-profile", action="store_false", dest="profile",
+        help="without the one repetition more, not timed, whose kernels tell where the time goes")  # fmt: skip
 
 
 def cases(args: argparse.Namespace) -> list[HeadCase]:

@@ -51,8 +51,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--documents", type=token_count, nargs="+", default=[1], metavar="N", help="of equal length in the sequence (default: 1)")
     add("--attention-backend", default="auto", metavar="NAME", help="as of pretrain_llama.py")
     add("--disk-offload-dir", metavar="DIR", help="for --activation-memory disk")
-    add("--profile", action=argparse.BooleanOptionalAction, default=True,
-        help="one repetition more, not timed, whose kernels tell where the time goes")  # fmt: skip
+    add("--no-profile", action="store_false", dest="profile",
+        help="without the one repetition more, not timed, whose kernels tell where the time goes")  # fmt: skip
 
 
 def cases(args: argparse.Namespace) -> list[LayerCase]:

@@ -104,16 +104,16 @@ def test_a_mistake_of_the_program_is_not_a_row(tmp_path):
 
 
 def test_a_row_that_would_end_too_late_is_left_out_by_the_pace_of_shorter_ones(tmp_path, capsys):
-    """100 s. A row of 1 FLOP took 2 s: one of 10 fits. It took 2 s as well: one of 600 would take 120 s. A new kind is guessed."""
+    """100 s, 1 FLOP/s expected. A row of 30 FLOPs took 2 s: one of 200 fits, one of 20,000 does not. A new kind is guessed."""
     runner = Runner(report_in(tmp_path), rate=1.0, time_budget_s=100.0, start=time.monotonic())
     ran = []
 
     def measured(name):
         return lambda: (ran.append(name) or {"seconds": 2.0}, [])
 
-    runner.run({"seq_length": 1, "method": "a2a"}, 1.0, 3, measured("short"))
-    runner.run({"seq_length": 10, "method": "a2a"}, 10.0, 3, measured("long"))
-    runner.run({"seq_length": 20, "method": "a2a"}, 600.0, 1, measured("too long"))
+    runner.run({"seq_length": 1, "method": "a2a"}, 30.0, 3, measured("short"))
+    runner.run({"seq_length": 10, "method": "a2a"}, 200.0, 3, measured("long"))
+    runner.run({"seq_length": 20, "method": "a2a"}, 20_000.0, 1, measured("too long"))
     runner.run({"seq_length": 20, "method": "upipe U=8"}, 90.0, 1, measured("other kind"))
     runner.run({"seq_length": 20, "method": "upipe U=4"}, 101.0 - SETUP_S, 1, measured("other kind, too long"))
     assert ran == ["short", "long", "other kind"]
