@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 import megacp.training.capacity as capacity
+from megacp.memory.policy import PLANS
 from megacp.memory.store import planned_bytes
 from megacp.memory.units import GIB
 from megacp.planner import predict
 from megacp.training.activation_plans import activation_plans
+from megacp.training.rehearsals import job_settings
+from megacp.training.speeds import speeds_of
+from megacp.training.step_time import predict_step_time
 
 TOOL = Path(__file__).parents[2] / "tools" / "plan_memory.py"
 SMALL = "--model llama-tiny --num-layers 3 --mlp-tile-size 2048 --loss-tile-size 1024".split()
@@ -132,6 +136,60 @@ def test_the_table_is_aligned_and_names_units(tool, capsys):
     figures = [line for line in lines if re.match(r"  (states|weights|gathered|buffers|total|host|disk)", line)]
     assert len(figures) >= 6 and {re.match(r".*?\d\.\d\d", line).end() for line in figures} == {32}
     assert "GPU memory per rank          GiB" in lines and any("layers 0-2: h gpu" in line for line in lines)
+
+
+def test_time_and_named_buffers_are_in_both_outputs(tool, capsys):
+    flags = ("--gpus", "2", "--seq-length", "8192", "--activation-memory", "gpu", "--global-batch-size", "2")
+    status, found, _ = answer(tool, capsys, *flags)
+    args, job = capacity.job_of(planned(*flags[4:]), 2, 8192)
+    plans = activation_plans(args, job, capacity.CPU)
+    assert status == 0 and sum(found["gpu_buffers_bytes"].values()) == found["gpu_parts_bytes"]["buffers"]
+    time = predict_step_time(job, plans, speeds_of("H100"), micro_batches=2)
+    assert found["step_seconds"] == time.seconds == pytest.approx(sum(found["step_parts_seconds"].values()))
+    assert found["tokens_per_s_per_gpu"] == pytest.approx(8192 / time.seconds)
+    assert found["allocator_margin_bytes"] == pytest.approx(found["gpu_bytes"] / 9, abs=1)
+    assert tool.main([*SMALL, *flags]) == 0
+    text = capsys.readouterr().out
+    largest = max(found["gpu_buffers_bytes"], key=found["gpu_buffers_bytes"].get)
+    assert "  buffers" in text and found["gpu_peak_moment"] in text and f"    {largest} " in text and "tokens/s/GPU" in text
+    assert "attention estimated: an H200's" in text and "allocator margin" in text
+
+
+def report_of(path, device, **changes):
+    """A rehearsal's report as far as it is read here, of a job of SMALL on 2 ranks."""
+    job = capacity.job_of(planned("--activation-memory", "gpu"), 2, 8192)[1]
+    plans = [PLANS["gpu"]] * 3
+    report = {
+        "world_size": 2, "device": device, "dtype": "bfloat16", "attention": "fa4", "tokens_per_rank": 4096, "reserved": None,
+        "peak": predict(job, plans).device_bytes * 100 // 96, "step_seconds": 1.0, "copy_bytes_per_s": 50e9,
+        "part_seconds": {"projections": 0.1, "all-to-all": 0.1, "attention": 0.2, "mlp": 0.2, "head": 0.1, "optimizer": 0.1},
+        "settings": job_settings(job, plans, 1, 8192 * 8193 // 2),
+    }  # fmt: skip
+    path.write_text(json.dumps(report | changes))
+    return str(path)
+
+
+def test_predictions_against_rehearsals(tool, capsys, tmp_path):
+    files = [report_of(tmp_path / "a.json", "cpu"), report_of(tmp_path / "b.json", "NVIDIA H200", peak=10**9)]
+    assert tool.main(["--rehearsal", *files]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and "-4.00%" in lines[1] and "1 of 2 ranks" in lines[1] and lines[3].startswith("worst of 2: -9")
+    assert tool.main(["--rehearsal", files[0], "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["rehearsals"]
+    assert found["error"] == pytest.approx(-0.04, abs=1e-4) and found["file"] == files[0]
+
+
+def test_calibration_files_of_both_kinds(tool, capsys, tmp_path):
+    exchanges = tmp_path / "a2a.json"
+    exchanges.write_text(json.dumps({"all_to_all": [{"bytes_per_rank": 2**20, "seconds": 0.01, "gpus": 2}]}))
+    job = ("--gpus", "2", "--seq-length", "8192", "--activation-memory", "gpu")
+    status, found, _ = answer(tool, capsys, *job, "--calibrate", report_of(tmp_path / "r.json", "NVIDIA H200"), str(exchanges))
+    parts = found["step_parts_seconds"]
+    assert status == 0 and found["speeds"]["gpu"] == "NVIDIA H200" and found["speeds"]["all-to-all"] == "measured"
+    assert parts["attention forward"] + parts["attention backward"] == pytest.approx(0.2) and parts["mlp"] == pytest.approx(0.2)
+    assert parts["all-to-all"] > 0.1
+    status, _, error = answer(tool, capsys, *job, "--calibrate", report_of(tmp_path / "r.json", "cpu"))
+    assert status == 1 and "was rehearsed on a CPU; a rehearsal on a GPU works" in error
 
 
 def test_docstring_examples_are_true():

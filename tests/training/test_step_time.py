@@ -1,0 +1,183 @@
+"""Predicted seconds by hand from work and speeds, and speeds found again from what a GPU of known speeds would have measured."""
+
+import doctest
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import megacp.training.speeds as speeds_module
+from megacp.argument_checks import ArgumentError
+from megacp.context_parallel.head_schedule import build_head_schedule
+from megacp.memory.policy import DISK, HOST, PLANS, LayerPlan
+from megacp.model.config import preset
+from megacp.planner import Job, count_step
+from megacp.training.metrics import model_flops_per_step
+from megacp.training.rehearsals import Rehearsal
+from megacp.training.speeds import at, calibrated, read_all_to_all, speeds_from, speeds_of
+from megacp.training.step_time import predict_step_time
+
+CONFIG = replace(preset("llama3-8b"), num_layers=3, vocab_size=4096)
+H200 = speeds_of("NVIDIA H200")
+FAST_LINKS = replace(H200, nvlink=1e30)
+LAYER = CONFIG.layer_parameters()
+
+
+def job_of(tokens=16384, ranks=8, **changes):
+    fields = dict(tokens=tokens, sharding_ranks=8, tile_size=8192, loss_tile_size=2048, dtype=torch.bfloat16)
+    return Job(CONFIG, build_head_schedule(32, 8, ranks, ranks), **(fields | changes))
+
+
+def test_a_step_by_hand():
+    job = job_of()
+    time = predict_step_time(job, [LayerPlan()] * 3, FAST_LINKS, micro_batches=2)
+    pairs = 131072 * 131073 // 2
+    call = 4 * 128 * pairs  # one head; four stages a layer
+    assert time.parts["attention forward"] == pytest.approx(2 * 3 * 4 * call / 738e12, rel=1e-3)  # 128K tokens, one head: the table's
+    assert time.parts["attention backward"] == pytest.approx(2 * 3 * 4 * 2.5 * call / 639e12, rel=1e-3)
+    assert time.parts["mlp"] == pytest.approx(2 * 3 * 2 * 16384 * 3 * 4096 * 14336 * 11 / 3 / (0.5 * 788e12))
+    assert time.parts["output projection"] == pytest.approx(2 * 3 * 3 * 2 * 16384 * 4096**2 / (0.5 * 788e12))
+    assert time.parts["head"] == pytest.approx(2 * 3 * 2 * 16384 * 4096 * 4096 / (0.5 * 788e12))
+    assert time.parts["optimizer"] == pytest.approx(40 * CONFIG.parameter_count() / 8 / 4.8e12)
+    assert sum(time.parts.values()) == time.seconds and time.tokens == 2 * 16384
+    model = model_flops_per_step(CONFIG, 2 * 131072, 2 * pairs) / 8
+    assert time.mfu == pytest.approx(model / time.seconds / 989e12)
+    assert time.tokens_per_s_per_gpu == 2 * 16384 / time.seconds
+
+
+def test_all_to_alls_and_what_prefetching_hides():
+    job = job_of()
+    plain = predict_step_time(job, [LayerPlan()] * 3, H200).parts
+    message = 8 * 16384 * 128 * 2 / 8 * 7 / 340e9  # one head for each of the 7 others
+    assert plain["all-to-all"] == pytest.approx(3 * 30 * message)  # q, o of 4 stages, k, v; q, o, do, dq of 4 stages, k, v, dk, dv
+    ahead = predict_step_time(job, [LayerPlan(prefetch=True)] * 3, H200).parts
+    assert ahead["all-to-all"] == pytest.approx(plain["all-to-all"] / 4)  # the first of four stages has nothing before it
+    two_nodes = predict_step_time(job_of(tokens=8192, ranks=16, sharding_ranks=16), [LayerPlan()] * 3, H200).parts["all-to-all"]
+    assert two_nodes > 2 * plain["all-to-all"]  # the same bytes, half of them over the network
+
+
+@pytest.mark.parametrize("plan", [PLANS["lean"], PLANS["disk"], LayerPlan(h=HOST)])
+def test_copies_take_time_only_beyond_what_they_hide_behind(plan):
+    job = job_of()
+    hidden = predict_step_time(job, [plan] * 3, replace(FAST_LINKS, disk=1e30))
+    busy = {part: seconds for part, seconds in hidden.parts.items() if part not in ("head", "optimizer")}
+    assert hidden.parts["host copies"] == 0 and hidden.parts["disk"] == 0
+    slow = predict_step_time(job, [plan] * 3, replace(FAST_LINKS, host_copy=1e6, disk=1e6)).parts
+    layer = count_step(job, [plan]).layers[0]
+    away = [name for name in ("h", "output", "lse", "residual_grad") if getattr(plan, name) in (HOST, DISK)]
+    most = [max(sum(work.copies[name, way] for name in away) for way in ("in", "out")) for work in (layer.forward_work, layer.backward_work)]
+    assert slow["host copies"] == pytest.approx(3 * sum(most) / 1e6 - sum(busy.values()))
+    on_disk = [work.copies[name, way] for work in (layer.forward_work, layer.backward_work) for name in away for way in ("in", "out")
+               if getattr(plan, name) == DISK]  # fmt: skip
+    assert slow["disk"] == pytest.approx(3 * sum(on_disk) / 1e6 - sum(busy.values()) if on_disk else 0)
+
+
+def test_gathers_and_reductions_hide_behind_layers():
+    job = job_of(tokens=1024)
+    slow = predict_step_time(job, [LayerPlan()] * 3, replace(H200, nvlink=1e9, all_to_all={8: ((1.0, 1e30),)})).parts
+    busy = sum(seconds for part, seconds in slow.items() if part not in ("head", "optimizer", "FSDP"))
+    assert slow["FSDP"] == pytest.approx(3 * (2 + 2 + 4) * LAYER * 7 / 8 / 1e9 - busy)
+    from_host = predict_step_time(replace(job, states_on_host=True), [LayerPlan()] * 3, H200).parts
+    assert from_host["optimizer"] == pytest.approx(40 * CONFIG.parameter_count() / 8 / 56e9)
+
+
+def rehearsal_of(job, plans, true, **changes):
+    """What a GPU of the speeds `true` would have reported."""
+    time = predict_step_time(job, plans, true)
+    seconds = dict(time.parts)
+    parts = {name: seconds[name] for name in ("projections", "mlp", "head", "optimizer", "all-to-all")}
+    parts["attention"] = seconds["attention forward"] + seconds["attention backward"]
+    length = 8 * job.tokens
+    step = sum(parts.values()) + seconds["output projection"]
+    fields = dict(
+        path="r.json", device="NVIDIA H200", job=job, plans=plans, micro_batches=1, attention="fa4",
+        attention_pairs=length * (length + 1) // 2, peak=40 * 2**30, reserved=42 * 2**30, step_seconds=step, part_seconds=parts,
+        copy_bytes_per_s=true.host_copy,
+    )  # fmt: skip
+    return Rehearsal(**(fields | changes))
+
+
+def slower(speeds, factor):
+    return replace(
+        speeds, attention_forward=tuple((x, y * factor) for x, y in speeds.attention_forward),
+        attention_backward=tuple((x, y * factor) for x, y in speeds.attention_backward), host_copy=40e9,
+        gemm={"projections": 300e12, "mlp": 500e12, "head": 400e12, "other": 600e12},
+    )  # fmt: skip
+
+
+def test_a_rehearsal_gives_the_speeds_that_it_was_measured_with():
+    job, plans, true = job_of(), [PLANS["host"]] * 3, slower(H200, 0.8)
+    found = calibrated(H200, [rehearsal_of(job, plans, true)])
+    assert found.gemm == pytest.approx(true.gemm) and found.host_copy == 40e9 and found.allocator_margin == pytest.approx(0.05)
+    for one in (job, job_of(tokens=4096)):
+        assert predict_step_time(one, plans, found).parts == pytest.approx(predict_step_time(one, plans, true).parts)
+    assert found.sources["attention"] == "calibrated by 1 rehearsal" and found.sources["all-to-all"] == "estimated"
+
+
+def test_two_rehearsals_correct_attention_by_its_length():
+    plans, short, long = [PLANS["host"]] * 3, job_of(tokens=4096), job_of(tokens=65536)
+    found = calibrated(H200, [rehearsal_of(long, plans, slower(H200, 0.9)), rehearsal_of(short, plans, slower(H200, 0.5))])
+    before = predict_step_time(short, plans, H200).parts["attention forward"], predict_step_time(long, plans, H200).parts["attention forward"]
+    after = predict_step_time(short, plans, found).parts["attention forward"], predict_step_time(long, plans, found).parts["attention forward"]
+    assert before[0] / after[0] == pytest.approx(0.5, rel=0.2) and before[1] / after[1] == pytest.approx(0.9, rel=0.1)
+
+
+def test_a_stub_corrects_no_times_and_documents_count_by_their_pairs():
+    job, plans, true = job_of(), [PLANS["host"]] * 3, slower(H200, 0.8)
+    stub = calibrated(H200, [rehearsal_of(job, plans, true, attention="stub-fa4")])
+    assert stub.gemm == H200.gemm and stub.attention_forward == H200.attention_forward and stub.host_copy == 40e9
+    whole = rehearsal_of(job, plans, true)
+    short = replace(whole, attention_pairs=whole.attention_pairs // 4, part_seconds=whole.part_seconds | {
+        "attention": whole.part_seconds["attention"] / 4})  # fmt: skip
+    assert calibrated(H200, [short]).attention_forward[3] == pytest.approx(calibrated(H200, [whole]).attention_forward[3], rel=1e-6)
+
+
+def test_other_gpus_are_scaled_and_say_so():
+    a100 = speeds_of("A100")
+    assert at(a100.attention_forward, 1e13) == pytest.approx(at(H200.attention_forward, 1e13) * 312 / 989)
+    assert a100.sources["attention"].startswith("estimated") and H200.sources["attention"] == "measured on one H200"
+    with pytest.raises(ArgumentError, match="--gpu RTX is not known; A100 or H100 or H200 or B200 works"):
+        speeds_of("RTX")
+
+
+def test_measured_all_to_alls_take_the_place_of_estimates(tmp_path):
+    file = tmp_path / "a2a.json"
+    entries = [dict(bytes_per_rank=n, seconds=s, gpus=g) for n, s, g in ((2**28, 2**28 / 3e11, 8), (2**20, 2**20 / 1e11, 8), (2**28, 1.0, 2))]
+    file.write_text(json.dumps({"all_to_all": entries}))
+    found = speeds_from(None, [str(file)])
+    assert found.all_to_all == read_all_to_all(str(file)) and found.sources["all-to-all"] == "measured"
+    assert found.all_to_all_seconds(2**20, 8) == pytest.approx(2**20 / 1e11)
+    assert found.all_to_all_seconds(2**24, 8) == pytest.approx(2**24 / 2e11)  # half-way in the logarithm
+    assert found.all_to_all_seconds(2**28, 16) == pytest.approx(2**28 / 3e11) and found.all_to_all_seconds(2**28, 2) == 1.0
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (None, r"r.json cannot be read \(No such file"),
+        ("{", "r.json is not JSON"),
+        ("[1]", "r.json holds a list, not an object"),
+        ("{}", "r.json has no 'settings', so it is no rehearsal's report; a file that --rehearse-json of pretrain_llama.py writes works"),
+        ('{"all_to_all": []}', r"--calibrate .*r.json has no measured all-to-alls \(no entry\)"),
+        ('{"all_to_all": [{"bytes_per_rank": 1, "gpus": 2}]}', r"has no measured all-to-alls \('seconds'\)"),
+        ('{"all_to_all": [{"bytes_per_rank": 1, "gpus": 1, "seconds": 1}]}', "GPUs are 2 or more"),
+        ('{"all_to_all": 3}', "has no measured all-to-alls"),
+    ],
+)
+def test_wrong_files_are_refused_by_name(text, said, tmp_path):
+    file = tmp_path / "r.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ArgumentError, match=said):
+        speeds_from(None, [str(file)])
+
+
+def test_a_rehearsal_on_another_gpu_is_refused():
+    rehearsal = rehearsal_of(job_of(), [LayerPlan()] * 3, H200)
+    with pytest.raises(ArgumentError, match="--calibrate r.json was rehearsed on NVIDIA H200, not on A100; --gpu H200 works"):
+        calibrated(speeds_of("A100"), [rehearsal])
+
+
+def test_docstring_examples_are_true():
+    assert doctest.testmod(speeds_module).failed == 0
