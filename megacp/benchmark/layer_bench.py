@@ -19,7 +19,6 @@ import torch
 
 from megacp.benchmark.ceilings import Ceilings
 from megacp.benchmark.clock import seconds_of
-from megacp.benchmark.product_counter import ProductCounter
 from megacp.benchmark.stand_in import stand_in
 from megacp.benchmark.work import attention_flops, equal_borders, layer_model_flops
 from megacp.context_parallel.engine import AttentionSettings
@@ -32,6 +31,7 @@ from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
 from megacp.model.decoder_layer import DecoderLayer
 from megacp.model.layer_context import LayerContext
+from megacp.planning.work import WorkCounter
 from megacp.training.memory_phases import Gauge
 from megacp.training.metrics import causal_pairs
 from megacp.training.step import widest_attention_call
@@ -226,8 +226,9 @@ def gemm_flops(case: LayerCase) -> tuple[int, int]:
     layer = DecoderLayer(case.config, 0, device=meta, dtype=dtype)
     context = layer_context(case, "stub-fa4", meta, dtype)
     h_Td = torch.empty(case.tokens, case.config.hidden_size, dtype=dtype, device=meta, requires_grad=True)
-    with ProductCounter() as forward:
+    with WorkCounter() as counter:
         out_Td = layer(h_Td, context)
-    with ProductCounter() as backward:
+        forward = counter.take()
         out_Td.backward(torch.empty_like(out_Td))
-    return int(forward.flops * times), int(backward.flops * times)
+        backward = counter.take()
+    return tuple(int(sum(work.gemm_flops.values()) * times) for work in (forward, backward))

@@ -1,13 +1,11 @@
-"""FLOP counts against plain loops and against products counted as they run; documents; flags."""
+"""FLOP counts against plain loops; documents; flags."""
 
 import argparse
 
 import pytest
-import torch
 
 from megacp.argument_checks import ArgumentError
 from megacp.benchmark.flags import check_documents, check_ranks, head_shape, heads_per_stage, query_chunk, short_tokens, token_count
-from megacp.benchmark.product_counter import ProductCounter
 from megacp.benchmark.work import attention_flops, equal_borders, head_model_flops, layer_model_flops, uneven_borders
 from megacp.model.config import preset
 from megacp.training.metrics import causal_pairs, model_flops_per_step
@@ -46,26 +44,6 @@ def test_documents_cover_the_stream():
     assert len(lengths) == 50 and sum(lengths) == 1000 and min(lengths) > 0 and max(lengths) > 40
     assert borders == uneven_borders(1000, 50, seed=1) != uneven_borders(1000, 50, seed=2)
     assert uneven_borders(10, 1, seed=1) == (0, 10)
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_products_are_counted_also_in_place_and_in_batches(device):
-    a, b, c = torch.ones(3, 5, device=device), torch.ones(5, 7, device=device), torch.zeros(3, 7, device=device)
-    with ProductCounter() as counter:
-        a @ b
-        torch.addmm(c, a, b)
-        c.addmm_(a, b)
-        torch.bmm(a.expand(2, 3, 5), b.expand(2, 5, 7))
-        a + a
-    assert counter.flops == 5 * 2 * 3 * 5 * 7
-
-
-def test_a_product_with_an_output_precision_of_its_own_is_counted():
-    a, b = torch.ones(3, 5, device="meta", dtype=torch.bfloat16), torch.ones(5, 7, device="meta", dtype=torch.bfloat16)
-    c = torch.zeros(3, 7, device="meta")
-    with ProductCounter() as counter:
-        torch.addmm(c, a, b, out_dtype=torch.float32, out=c)
-    assert counter.flops == 2 * 3 * 5 * 7
 
 
 def test_lengths_are_read_and_shown():
