@@ -22,7 +22,7 @@ from megacp.kernels.precision import compute_dtype
 def accumulate_weight_gradient(total_oi: Tensor, dy_to: Tensor, x_ti: Tensor) -> None:
     """Adds dy^T x to the matrix `total_oi`, in place; `matrix_total` makes one of a slice of heads."""
     dtype = compute_dtype(x_ti.dtype)
-    if x_ti.dtype == dtype:
+    if x_ti.dtype == dtype or x_ti.device.type == "meta":  # on the meta device nothing is computed, and this takes nothing
         total_oi.addmm_(dy_to.t(), x_ti)
     elif x_ti.device.type == "cpu":
         total_oi.addmm_(dy_to.t().to(dtype), x_ti.to(dtype))
