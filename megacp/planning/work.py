@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacp.context_parallel import engine
+from megacp.context_parallel.all_to_all import Exchange
 from megacp.kernels.attention import Documents
 from megacp.memory.host_region import HostRegion
 from megacp.model import decoder_layer
@@ -27,7 +28,7 @@ from megacp.model.output_head import OutputHead
 
 LAYER_PARTS = {
     "projections": [(AttentionProjections, name) for name in ("pack_q", "pack_kv", "pack_do", "unpack_dq", "unpack_dkv")],
-    "all-to-all": [(engine, "all_to_all")],
+    "all-to-all": [(engine, "all_to_all"), (Exchange, "wait")],  # what ran beside the computation costs no wait
     "attention": [(engine, "attention_forward"), (engine, "attention_backward")],
     "mlp": [(decoder_layer, "_mlp_forward"), (decoder_layer, "_mlp_backward_")],
     "head": [(OutputHead, "forward")],

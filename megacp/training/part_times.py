@@ -15,22 +15,11 @@ from functools import partial
 
 import torch
 
-from megacp.context_parallel import engine
-from megacp.context_parallel.all_to_all import Exchange
-from megacp.model import decoder_layer
-from megacp.model.attention_projections import AttentionProjections
-from megacp.model.output_head import OutputHead
+from megacp.planning.work import LAYER_PARTS
 from megacp.training import step
 from megacp.training.wrapping import wrapped
 
-PARTS = {
-    "projections": [(AttentionProjections, name) for name in ("pack_q", "pack_kv", "pack_do", "unpack_dq", "unpack_dkv")],
-    "all-to-all": [(engine, "all_to_all"), (Exchange, "wait")],  # what ran beside the computation costs no wait
-    "attention": [(engine, "attention_forward"), (engine, "attention_backward")],
-    "mlp": [(decoder_layer, "_mlp_forward"), (decoder_layer, "_mlp_backward_")],
-    "head": [(OutputHead, "forward")],
-    "optimizer": [(step, "clip_grad_norm")],
-}
+PARTS = LAYER_PARTS | {"optimizer": [(step, "clip_grad_norm")]}
 
 
 class PartTimer:
