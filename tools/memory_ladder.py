@@ -5,7 +5,7 @@
     GiB of one rank          how        states  …     total      host
     baseline                 formula      89.7  …    6605.2       0.0
     …
-    + query chunks           counted      11.2  …      22.3      65.5
+    + query chunks           counted      11.2  …      20.8      65.5
 
 All figures are GiB of one rank at its peak; none comes from a GPU. `counted`: megacp's own layer and head run on PyTorch's meta
 device and their allocations are counted, as `tools/plan_memory.py` does. `formula`: nobody wants to train so, and megacp has no
@@ -51,8 +51,11 @@ CHUNKS = 8  # of a rank's queries on the last rung, unless --upipe-query-chunk s
 LOGIT_BYTES = 2 + 4 + 4  # logits; in fp32 a copy and the gradient
 COLORS = {
     "states": "#4c72b0", "gradients": "#8fb0dd", "weights": "#937860", "gradient reduction": "#c9b8a8",
-    "kept activations": "#c44e52", "layer buffers": "#dd8452", "output head": "#8172b3",
+    "kept activations": "#c44e52", "hidden states": "#dd8452", "attention": "#ecb88a", "weight gradients": "#55a868", "tiles": "#ccb974",
+    "output head": "#8172b3",
 }  # fmt: skip
+HIDDEN_STATES = ("hidden state", "residual gradient", "dxn")  # [T, d] of one layer
+IN_TILES = ("projection tile", "MLP tile", "output projection tile", "staging of copies", "weight gradient of a tile")
 
 
 @dataclass(frozen=True)
@@ -97,13 +100,22 @@ def ladder(job: Job) -> list[Rung]:
 
 
 def counted_rung(name: str, job: Job, plan: LayerPlan) -> Rung:
-    """The planner's prediction with every layer on `plan`; its buffers are named after the moment of the peak."""
+    """The planner's prediction with every layer on `plan`; its buffers by what they are for."""
     prediction = predict(job, [plan] * job.config.num_layers)
     parts = dict(prediction.parts)
-    buffers = parts.pop("buffers")
+    del parts["buffers"]
     parts["weights"] = parts.pop("gathered weights")
-    parts["output head" if prediction.moment == "head" else "layer buffers"] = buffers
+    for buffer, bytes_ in prediction.buffers.items():
+        part = "output head" if prediction.moment == "head" else _part_of(buffer)
+        parts[part] = parts.get(part, 0) + bytes_
     return Rung(name, "counted", parts, prediction.host_bytes)
+
+
+def _part_of(buffer: str) -> str:
+    """Of a layer's buffer; q, k, v, o, their gradients, messages and workspace are attention's."""
+    if buffer in HIDDEN_STATES:
+        return "hidden states"
+    return "weight gradients" if "weight gradients" in buffer else "tiles" if buffer in IN_TILES else "attention"
 
 
 def autograd_rung(name: str, job: Job, tokens: int, sharded: bool) -> Rung:

@@ -41,13 +41,17 @@ def test_every_rung_takes_less_than_the_one_before(rungs):
     assert [rung.how for rung in rungs.values()] == ["formula"] * 3 + ["counted"] * 6
 
 
-def test_counted_bars_are_the_planners(rungs, job):
+def test_counted_bars_are_the_planners(tool, rungs, job):
     lean = predict(job, [PLANS["lean"]] * 4)
     assert rungs["+ saved attention, lean"].total == lean.device_bytes
     assert rungs["+ saved attention, lean"].host_bytes == lean.host_bytes
     away = LayerPlan(h=HOST, output=RECOMPUTE, lse=RECOMPUTE)
     assert rungs["+ UPipe"].total == predict(job, [away] * 4).device_bytes
     assert rungs["+ recompute"].parts["kept activations"] == 4 * job.unit  # h of each layer
+    parts = rungs["+ saved attention, lean"].parts
+    buffers = sum(parts.get(part, 0) for part in ("hidden states", "attention", "weight gradients", "tiles", "output head"))
+    assert buffers == lean.parts["buffers"]
+    assert set(parts) <= set(tool.COLORS), "a part without a colour is not drawn"
 
 
 def test_states_leave_for_the_host_on_a_rung_of_their_own(tool, job, rungs):
