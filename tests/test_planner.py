@@ -108,6 +108,13 @@ def test_buffers_have_names_and_add_up_to_the_counted_peak(plan, query_chunk, ex
     assert prediction.moment == "layer backward"
 
 
+def test_outputs_put_together_from_chunks_are_named_as_outputs():
+    job = job_of(tokens=16384, query_chunk=8192, tile_size=2048)
+    found = layer_peaks(job, LayerPlan(prefetch=True)).forward_parts
+    assert found["o"] == job.unit  # 32 heads of 128 are d
+    assert found["output projection tile"] < job.unit / 4
+
+
 def test_states_on_the_host_leave_the_device_and_count_against_the_host():
     """A weight and a gradient in pinned memory, which comes in powers of two, and two moments, for the largest shard of each weight."""
     near, away = job_of(tokens=16384), job_of(tokens=16384, states_on_host=True)

@@ -40,7 +40,8 @@ _PLACES = {
             ("held_kv", "k, v"), ("kv", "k, v"), ("dk, dv", "dk, dv"), ("unpack_dkv", "dk, dv"),
             ("lse", "lse"), ("lse_parts", "lse"), ("log_sum_exps.put", "lse"),
         )},
-        ("_attend", None): "o", ("_attend_backward", None): "dq", ("_attend_backward", "kv_grads"): "dk, dv sums",
+        **{(stages, None): "attention" for stages in ("stages_forward", "stages_backward", "begin")},
+        ("_put", None): "o", ("_attend", None): "o", ("_attend_backward", None): "dq", ("_attend_backward", "kv_grads"): "dk, dv sums",
     },
     "stub": {
         ("_forward", "o"): "o", ("_forward", "lse"): "lse", ("_backward", "dq"): "dq", ("_backward", "dk, dv"): "dk, dv",
