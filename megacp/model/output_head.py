@@ -70,6 +70,7 @@ class _OutputHeadFunction(torch.autograd.Function):
                 accumulate_weight_gradient(dweight_Vd, logits_tV, y_td)
                 dh_Td[start:stop], dnorm_tile_d = rms_norm_backward(logits_tV @ weight_Vd, h_td, norm_d, eps)
                 dnorm_d += dnorm_tile_d
+            del logits_tV  # before the next tile's are made
         if with_grad:
             ctx.grads = dh_Td, dnorm_d, dweight_Vd
         return (total * grad_scale).to(dtype)

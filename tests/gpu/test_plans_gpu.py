@@ -8,6 +8,7 @@ if not torch.cuda.is_available():
 
 from megacp.memory import disk_region
 from megacp.memory.copies import Copies
+from megacp.memory.host_region import HostPool
 from megacp.memory.policy import PLANS, plan_of
 from tests.gpu.test_layer_gpu import BORDERS, config_of, gradients
 
@@ -68,3 +69,17 @@ def test_a_late_computation_changes_nothing(memory, prefetch, expected, monkeypa
 
     monkeypatch.setattr(Copies, "now", lagging)
     assert_equal_bits(ours(memory, "selective", prefetch), expected)
+
+
+def test_host_memory_is_pinned_to_the_byte():
+    """PyTorch's own allocator of pinned memory would take a power of two."""
+    bytes_ = 5 * 2**20 + 4096
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    memory = HostPool(bytes_, pinned=True).take_memory(bytes_)
+    assert memory.nbytes == bytes_ and memory.data_ptr() % 4096 == 0 and memory.is_pinned()
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == before
+    on_device = torch.arange(bytes_, device="cuda").to(torch.uint8)
+    copies = Copies(torch.device("cuda", torch.cuda.current_device()))
+    copies.wait(copies.to_host(memory, on_device))
+    torch.cuda.synchronize()
+    assert torch.equal(memory, on_device.cpu())

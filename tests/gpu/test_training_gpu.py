@@ -49,7 +49,7 @@ def one_gpu_losses(tmp_path_factory):
     return train(tmp_path_factory.mktemp("one"), 1, flags)[0]
 
 
-@pytest.mark.parametrize("flags", layouts())
+@pytest.mark.parametrize("flags", list(layouts()))
 def test_float32_losses_do_not_depend_on_the_layout(flags, one_gpu_losses, tmp_path):
     losses, _ = train(tmp_path, GPUS, f"--fp32 --attention-backend reference {flags}")
     assert losses == pytest.approx(one_gpu_losses, rel=1e-4)
