@@ -45,6 +45,7 @@ from megacp.training.memory_phases import memory_history
 from megacp.training.metrics import MetricsLogger
 from megacp.training.optimizer import build_optimizer
 from megacp.training.path_checks import check_logs, check_paths
+from megacp.training.peer_watch import PeerWatch
 from megacp.training.sharding import allocate_weights, build_model
 from megacp.training.step import step_settings
 from megacp.training.summary import predicted_step_seconds, startup_summary
@@ -94,12 +95,13 @@ def main() -> int:
             elif args.rehearse_world_size:
                 print(rehearse(args, config, layout, schedule, model, device, dtype, data).table(), flush=True)
             else:
-                train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank)
+                with PeerWatch(resume=args.save) as peers:
+                    train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank, peers)
         shut_down_distributed()
     return outcome.exit_code
 
 
-def train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank) -> None:
+def train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank, peers) -> None:
     settings = step_settings(args, config, layout, schedule, device, dtype)
     seed_random_state(args.seed, 0, launched_rank())
     allocate_weights(model, device, args.seed, pretrained, args.optimizer_cpu_offload)
@@ -108,6 +110,7 @@ def train(args, config, layout, schedule, model, device, dtype, data, pretrained
     )
     evaluator = Evaluator(args, config, settings, model, data, device, dtype) if args.eval_interval else None
     with step_watchers(args, model, optimizer, device, console=is_first_rank) as watchers:
+        watchers = [peers, *watchers]
         run = TrainingRun(args, config, settings, model, optimizer, data.train, data.eod, device, dtype, evaluator, watchers=watchers)
         for line in run.resume():
             if is_first_rank:

@@ -22,7 +22,8 @@ import sys
 import time
 import traceback
 from datetime import timedelta
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 
 import torch
 import torch.distributed as dist
@@ -46,19 +47,7 @@ def run_distributed(fn, world_size: int, *args, timeout: float = 120) -> list:
     So does running longer than `timeout` seconds.
     """
     __tracebackhide__ = True  # pytest shows the rank's traceback, not this function
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    payload = pickle.dumps((fn, args))
-    ranks, processes = {}, []
-    with _SingleThreadedEnvironment():
-        for rank in range(world_size):
-            receiver, sender = _server.Pipe(duplex=False)
-            process = _server.Process(
-                target=_rank_main, args=(sender, rank, world_size, store.port, payload, timeout), daemon=True
-            )
-            process.start()
-            sender.close()  # so that the end of the process closes the pipe
-            ranks[receiver] = rank
-            processes.append(process)
+    ranks, processes = start_ranks(fn, world_size, *args, timeout=timeout)
     results = [None] * world_size
     failures = []
     deadline = time.monotonic() + timeout
@@ -95,6 +84,25 @@ def run_distributed(fn, world_size: int, *args, timeout: float = 120) -> list:
         for process in processes:
             process.join()
     return results
+
+
+def start_ranks(fn, world_size: int, *args, timeout: float = 120) -> tuple[dict[Connection, int], list[BaseProcess]]:
+    """The ranks of `run_distributed` left to the caller, who may kill them: pipes that each rank closes at its end, and processes."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    payload = pickle.dumps((fn, args))
+    ranks, processes = {}, []
+    with _SingleThreadedEnvironment():
+        for rank in range(world_size):
+            receiver, sender = _server.Pipe(duplex=False)
+            process = _server.Process(
+                target=_rank_main, args=(sender, rank, world_size, store.port, payload, timeout), daemon=True
+            )
+            process.start()
+            process.store = store  # lives as long
+            sender.close()  # so that the end of the process closes the pipe
+            ranks[receiver] = rank
+            processes.append(process)
+    return ranks, processes
 
 
 class _SingleThreadedEnvironment:

@@ -6,7 +6,7 @@
 
 Before the process groups exist every rank finds the same error, and only the first prints it. Later an error may be one
 rank's own (its disk, its file): then that rank prints it with its number and leaves at once, without waiting in a collective for
-the others, which the launcher ends.
+the others, which learn of it by `peer_watch` and end too.
 """
 
 import os

@@ -1,0 +1,211 @@
+"""Notices that another rank's process is gone, and ends this one with a message, whatever its main thread is waiting in.
+
+    with PeerWatch(resume="ckpt") as peers:              # by every rank, once the groups exist
+        TrainingRun(..., watchers=[peers]).train(logger)
+
+    [rank 0] error: rank 3 (host node-1, pid 4711) ended during step 12 without a word: it crashed, or was killed, …
+
+| a rank                           | says to the others | they                                                                |
+|----------------------------------|--------------------|---------------------------------------------------------------------|
+| leaves the block                 | leaving            | go on without it                                                    |
+| leaves the block by an exception | failing            | have GRACE_SECONDS to end by an error of their own, then end too    |
+| is gone                          | nothing            | end at once: the collectives of this step would wait for it in vain |
+
+Each rank holds a TCP connection to rank 0, which passes on what it hears. The system closes the connections of a process that is gone,
+however it went; its keep-alive probes tell of a host that is gone in half a minute. A rank that computes, saves or is stopped for an
+hour is not gone, so there is no heartbeat that could come late. A thread listens, and ends the process itself: the main thread may
+be in a collective or wait for the GPU, and a launcher's SIGTERM would only make it wish to finish the step.
+"""
+
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from megacp.checkpointing.agreement import RankFailure, agreement_group, together
+from megacp.data.batch import PackedBatch
+
+RUN_ERROR = 1  # exit code
+GRACE_SECONDS = 5.0  # when ranks find the same error, each has its own to tell, and one of them the most telling
+CAUSE_SECONDS = 1.0  # a failed collective may be heard of before the end of the peer that made it fail
+CONNECT_SECONDS = 60.0
+# Of the system's probes on an idle connection: after 10 s, every 5 s, gone after 4 without an answer.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+LEAVING, FAILING, ENDED, SILENT = "leaving", "failing", "ended", "silent"
+
+
+@dataclass(frozen=True)
+class Peer:
+    rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+class PeerWatch:
+    """A context manager and a watcher of the training loop. Alone, a rank has nobody to watch.
+
+    `resume`: what --load could go on from, for the message. Raises ConnectionError when the ranks cannot reach rank 0.
+    """
+
+    def __init__(self, resume: str | None = None):
+        self._rank, self._where = dist.get_rank(), "before the first step"
+        self._advice = f"; --load {resume} goes on from the last checkpoint there" if resume else ""
+        self._said: set[int] = set()  # ranks that told of their end
+        self._failed: tuple[int, float] | None = None  # the first rank that said so, and when this one must have ended
+        self._failing = self._closing = False  # this rank
+        self._peer_ended = threading.Event()
+        self._sending = threading.Lock()
+        self._connections: dict[int, socket.socket] = {}
+
+    def __enter__(self) -> "PeerWatch":
+        if dist.get_world_size() == 1:
+            return self
+        self._peers, self._connections = _meet()
+        self._selector = selectors.DefaultSelector()
+        self._wake, woken = socket.socketpair()
+        self._selector.register(woken, selectors.EVENT_READ)
+        for rank, connection in self._connections.items():
+            self._selector.register(connection, selectors.EVENT_READ, (rank, bytearray()))
+        self._thread = threading.Thread(target=self._listen, name="peers", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if not self._connections:
+            return
+        if kind is None:
+            self._say(LEAVING, self._rank)
+        else:
+            self._failing = True
+            self._say(FAILING, self._rank)
+            of_a_collective = kind is RuntimeError or issubclass(kind, dist.DistError)
+            if self._peer_ended.wait(CAUSE_SECONDS) and of_a_collective:
+                os._exit(RUN_ERROR)  # the peer's end was told; groups that miss a rank could hang while the interpreter ends
+        self._closing = True
+        self._wake.send(b"x")
+        self._thread.join()
+        for connection in self._connections.values():
+            connection.close()
+
+    def start_step(self, step: int, batches: list[PackedBatch]) -> None:
+        self._where = f"during step {step}"
+
+    def finish_step(self) -> None:
+        self._where = self._where.replace("during", "after")
+
+    def _listen(self) -> None:
+        while not self._closing:
+            left = None if self._failed is None or self._failing else max(0.0, self._failed[1] - time.monotonic())
+            for key, _ in self._selector.select(left):
+                if key.data is not None:
+                    self._read(key.fileobj, *key.data)
+            if self._failed is not None and not self._failing and time.monotonic() >= self._failed[1]:
+                self._end(self._failed[0], "with an error of its own, which it printed")
+
+    def _read(self, connection: socket.socket, rank: int, text: bytearray) -> None:
+        end = ENDED
+        try:
+            received = connection.recv(4096)
+        except TimeoutError:
+            received, end = b"", SILENT
+        except OSError:  # reset: as good as closed
+            received = b""
+        text += received
+        while b"\n" in text:
+            line, _, rest = text.partition(b"\n")
+            text[:] = rest
+            word, about = line.decode().split()
+            self._hear(word, int(about))
+        if not received:
+            self._selector.unregister(connection)
+            if rank not in self._said:
+                self._hear(end, rank)
+
+    def _hear(self, word: str, rank: int) -> None:
+        self._said.add(rank)
+        if self._rank == 0 and word != LEAVING:
+            self._say(word, rank)
+        if word == FAILING and self._failed is None:
+            self._failed = rank, time.monotonic() + GRACE_SECONDS
+        elif word == ENDED:
+            self._end(rank, "without a word: it crashed, or was killed, as for want of host memory")
+        elif word == SILENT:
+            self._end(rank, "or its host is gone: no answer for half a minute")
+
+    def _say(self, word: str, rank: int) -> None:
+        """To rank 0, or from it to all but `rank`."""
+        with self._sending:
+            for other, connection in self._connections.items():
+                if other != rank:
+                    with suppress(OSError):  # whoever is gone is noticed by listening
+                        connection.sendall(f"{word} {rank}\n".encode())
+
+    def _end(self, rank: int, how: str) -> None:
+        """Ends this process, unless it is about to end by an error of its own. Not by `print`, whose lock another thread may hold."""
+        text = f"[rank {self._rank}] error: {self._peers[rank]} ended {self._where} {how}; this rank ends too{self._advice}\n"
+        os.write(2, text.encode())
+        self._peer_ended.set()
+        if not self._failing:
+            os._exit(RUN_ERROR)
+
+
+def _meet() -> tuple[list[Peer], dict[int, socket.socket]]:
+    """All ranks by number, and connections by rank: rank 0's to all others, theirs to it."""
+    rank = dist.get_rank()
+    server = _server() if rank == 0 else None
+    port, token = (server.getsockname()[1], secrets.token_hex()) if server else (0, "")
+    try:
+        with agreement_group() as group:
+            met = together(group, lambda: (socket.gethostname(), os.getpid(), port, token))
+            _, _, port, token = met[0]
+            connections: dict[int, socket.socket] = {}
+            together(group, lambda: connections.update(_accepted(server, len(met) - 1, token) if server else _called(rank, port, token)))
+    except RankFailure as failure:
+        raise ConnectionError(f"the ranks cannot watch each other: {failure}; a MASTER_ADDR that all of them can reach works") from failure
+    finally:
+        if server:
+            server.close()
+    for connection in connections.values():
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEP_ALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return [Peer(number, host, pid) for number, (host, pid, _, _) in enumerate(met)], connections
+
+
+def _server() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def _accepted(server: socket.socket, count: int, token: str) -> dict[int, socket.socket]:
+    """Connections by rank. One that does not begin with the token is a stranger's."""
+    connections, deadline = {}, time.monotonic() + CONNECT_SECONDS
+    while len(connections) < count:
+        server.settimeout(max(0.1, deadline - time.monotonic()))
+        connection, _ = server.accept()
+        connection.settimeout(CONNECT_SECONDS)
+        with connection.makefile("rb") as first:
+            word, _, rank = first.readline(200).decode(errors="replace").partition(" ")
+        if word == token:
+            connections[int(rank)] = connection
+        else:
+            connection.close()
+    return connections
+
+
+def _called(rank: int, port: int, token: str) -> dict[int, socket.socket]:
+    connection = socket.create_connection((os.environ.get("MASTER_ADDR", "127.0.0.1"), port), timeout=CONNECT_SECONDS)
+    connection.sendall(f"{token} {rank}\n".encode())
+    return {0: connection}

@@ -1,0 +1,182 @@
+"""Ranks that are killed, that fail and that end well: what the others say, and when they end. The ranks hang as in a collective."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megacp.training import peer_watch
+from megacp.training.errors import explain_errors
+from megacp.training.peer_watch import PeerWatch
+from tests.distributed import run_distributed, start_ranks
+
+SOON = 15.0  # seconds, on a busy machine
+
+
+def said_in(folder, ranks):
+    return [(folder / f"err{rank}").read_text() for rank in ranks]
+
+
+def exit_codes(processes):
+    """By rank, all ended soon, or None for one that hangs."""
+    deadline = time.monotonic() + SOON
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def _speaks_into(folder, rank):
+    os.dup2(os.open(folder / f"err{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
+def hang(folder, rank, world_size):
+    """In a step: all but the last rank wait for it in a collective."""
+    (folder / f"in{rank}").touch()
+    if rank == world_size - 1:
+        time.sleep(60)
+    dist.all_reduce(torch.ones(1))
+
+
+def killed(rank, world_size, folder):
+    _speaks_into(folder, rank)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a wish to stop after the step
+    with PeerWatch(resume="ckpt") as peers:
+        peers.start_step(12, [])
+        hang(folder, rank, world_size)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_is_named_by_the_others_which_end(victim, tmp_path):
+    _, processes = start_ranks(killed, 3, tmp_path)
+    while len(list(tmp_path.glob("in*"))) < 3:
+        time.sleep(0.05)
+    processes[victim].kill()
+    others = [rank for rank in range(3) if rank != victim]
+    processes[others[0]].terminate()  # as torchrun does
+    codes = exit_codes(processes)
+    assert codes.pop(victim) == -signal.SIGKILL and codes == [1, 1]
+    named = rf"rank {victim} \(host {re.escape(socket.gethostname())}, pid {processes[victim].pid}\) ended during step 12 without a word"
+    for rank, text in zip(others, said_in(tmp_path, others)):
+        assert re.fullmatch(rf"\[rank {rank}\] error: {named}.*; --load ckpt goes on from .*\n", text), text
+
+
+def fails(rank, world_size, folder):
+    _speaks_into(folder, rank)
+    peer_watch.GRACE_SECONDS = 1.0
+    with explain_errors(is_first_rank=rank == 0), PeerWatch() as peers:
+        peers.start_step(3, [])
+        if rank == 1:
+            raise OSError("no room on this rank's disk")
+        time.sleep(60)
+
+
+def test_a_rank_with_an_error_of_its_own_tells_it_and_the_others_end(tmp_path):
+    _, processes = start_ranks(fails, 3, tmp_path)
+    assert exit_codes(processes) == [1, 1, 1]
+    first, failed, last = said_in(tmp_path, range(3))
+    assert failed == "[rank 1] error: OSError: no room on this rank's disk\n"
+    for text in (first, last):
+        assert "rank 1 (host" in text and "ended during step 3 with an error of its own" in text
+
+
+def all_fail(rank, world_size, folder):
+    _speaks_into(folder, rank)
+    with explain_errors(is_first_rank=rank == 0), PeerWatch():
+        time.sleep(0.3 * rank)
+        raise ValueError(f"what rank {rank} found")
+
+
+def test_an_error_that_all_ranks_find_is_told_by_each(tmp_path):
+    _, processes = start_ranks(all_fail, 3, tmp_path)
+    assert exit_codes(processes) == [2, 2, 2]
+    assert said_in(tmp_path, range(3)) == [f"[rank {rank}] error: what rank {rank} found\n" for rank in range(3)]
+
+
+def collective_fails(rank, world_size, folder):
+    _speaks_into(folder, rank)
+    with PeerWatch() as peers:
+        peers.start_step(1, [])
+        (folder / f"in{rank}").touch()
+        time.sleep(0.5)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("Connection closed by peer")  # before its end is heard of: rank 1 kills itself at the same time
+
+
+def test_a_collective_that_failed_for_want_of_a_peer_leaves_the_word_to_its_end(tmp_path):
+    _, processes = start_ranks(collective_fails, 3, tmp_path)
+    assert exit_codes(processes) == [1, -signal.SIGKILL, 1]
+    for text in said_in(tmp_path, (0, 2)):
+        assert text.count("\n") == 1 and "rank 1 (host" in text and "ended during step 1 without" in text
+
+
+def many_rounds(rank, world_size):
+    for round_ in range(20):
+        with PeerWatch() as peers:
+            peers.start_step(round_, [])
+            time.sleep(0.01 * ((round_ + rank) % 3))
+            peers.finish_step()
+    return True
+
+
+def test_ranks_that_end_well_are_not_missed_in_whatever_order_they_leave():
+    assert run_distributed(many_rounds, 3) == [True] * 3
+
+
+def busy(rank, world_size):
+    with PeerWatch():
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        deadline = time.monotonic() + 1.5
+        while rank == 0 and time.monotonic() < deadline:
+            pass
+    return True
+
+
+def test_a_rank_that_is_stopped_or_busy_is_not_gone():
+    ranks, processes = start_ranks(busy, 2)
+    time.sleep(2.5)
+    assert processes[1].is_alive()
+    os.kill(processes[1].pid, signal.SIGCONT)
+    assert exit_codes(processes) == [0, 0]
+
+
+def with_a_stranger(rank, world_size):
+    original = peer_watch._server
+
+    def server():
+        made = original()
+        with suppress(OSError), socket.create_connection(("127.0.0.1", made.getsockname()[1])) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        return made
+
+    peer_watch._server = server
+    with PeerWatch():
+        return True
+
+
+def test_a_stranger_on_the_port_is_turned_away():
+    assert run_distributed(with_a_stranger, 2) == [True, True]
+
+
+def unreachable(rank, world_size):
+    os.environ["MASTER_ADDR"] = "127.0.0.1" if rank == 0 else "192.0.2.1.invalid"
+    peer_watch.CONNECT_SECONDS = 0.5
+    with pytest.raises(ConnectionError, match="cannot watch each other: rank [01]: .*; a MASTER_ADDR that all of them can reach works"):
+        PeerWatch().__enter__()
+    return True
+
+
+def test_ranks_that_cannot_reach_each_other_say_so():
+    assert run_distributed(unreachable, 2) == [True, True]
