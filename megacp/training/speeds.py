@@ -5,7 +5,7 @@
     speeds = with_all_to_all(speeds, read_all_to_all("a2a.json"))
 
 A file of all-to-alls: {"all_to_all": [{"bytes_per_rank": 268435456, "seconds": 0.0009, "gpus": 8}, …]}; `bytes_per_rank` is all that
-one rank hands over, its own block included.
+one rank hands over, its own block included. tools/measure_all_to_all.py writes it.
 """
 
 import math

@@ -1,0 +1,63 @@
+"""The whole tool on gloo ranks; what it writes is what plan_memory.py --calibrate reads."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megacp.benchmark.collectives import Timing
+from megacp.training.speeds import read_all_to_all
+from tests.distributed import run_distributed
+
+TOOL = Path(__file__).parents[2] / "tools" / "measure_all_to_all.py"
+
+
+def tool():
+    spec = importlib.util.spec_from_file_location("measure_all_to_all", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def ranks_main(rank, world_size, flags):
+    """The tool makes a default group of its own, on the store of the one that the test brings."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    original = dist.init_process_group
+    dist.init_process_group = lambda backend, timeout: original(backend, store=dist.PrefixStore("tool", store), rank=rank, world_size=world_size)
+    return tool().main(flags)
+
+
+def test_all_collectives_by_size_and_group_and_the_planner_reads_them(tmp_path):
+    file = tmp_path / "all_to_all.json"
+    flags = ["--device", "cpu", "--sizes", "4K", "1M", "--gpus", "2", "4", "--repeats", "3", "--output", str(file)]
+    assert run_distributed(ranks_main, 4, flags) == [0] * 4
+    written = json.loads(file.read_text())
+    assert {(entry["bytes_per_rank"], entry["gpus"]) for name in ("all_to_all", "all_gather", "reduce_scatter") for entry in written[name]} == {
+        (2**12, 2), (2**20, 2), (2**12, 4), (2**20, 4)}  # fmt: skip
+    curves = read_all_to_all(str(file))
+    entry = next(entry for entry in written["all_to_all"] if entry["gpus"] == 4 and entry["bytes_per_rank"] == 2**20)
+    assert set(curves) == {2, 4} and curves[4][1] == (2**20, 2**20 / entry["seconds"])
+    assert "cores" in written["environment"]["device"]
+
+
+def test_bus_bandwidth_counts_what_goes_to_others():
+    assert Timing(8_000_000_000, 2.0, 4).bus_bytes_per_s == 3e9
+    assert tool().row("all_to_all", Timing(2**28, 0.001, 2)).split() == ["all_to_all", "2", "256.00", "1000.0", "134.22"]
+
+
+@pytest.mark.parametrize("ranks, flags, said", [("1", [], "nproc-per-node 2 works"), ("6", ["--gpus", "4"], "2 or 3 or 6 works")])
+def test_what_cannot_be_measured_is_refused(ranks, flags, said, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    monkeypatch.setenv("RANK", "0")
+    assert tool().main(flags) == 2 and said in capsys.readouterr().err
+
+
+def test_sizes_are_read():
+    module = tool()
+    assert [module.byte_count(text) for text in ("3", "256K", "1g")] == [3, 2**18, 2**30]
+    for text in ("0", "1T", "x"):
+        with pytest.raises(module.argparse.ArgumentTypeError, match="256K"):
+            module.byte_count(text)
