@@ -39,7 +39,7 @@ from megacp.training.errors import explain_errors
 from megacp.training.evaluation import Evaluator
 from megacp.training.host_states import available_host_bytes, prepare_host
 from megacp.training.initialize import check_launch, collective_timeout, initialize_distributed, launched_rank
-from megacp.training.initialize import job_of, launcher_notes, select_device, shut_down_distributed
+from megacp.training.initialize import job_of, launcher_notes, select_device, shut_down_distributed, use_deterministic_kernels
 from megacp.training.loop import TrainingRun, device_peak_flops
 from megacp.training.memory_phases import memory_history
 from megacp.training.metrics import MetricsLogger
@@ -62,6 +62,8 @@ def main() -> int:
         config = model_config_from_args(args)
         device = select_device(args.device)
         dtype = resolve_precision(args, device)
+        if args.deterministic:
+            use_deterministic_kernels()
         check_paths(args)
         if is_first_rank:
             check_logs(args)

@@ -303,6 +303,8 @@ def _add_training(parser):
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda when there is one")
     add("--attention-backend", choices=("auto", "fa4", "fa3", "fa2", "cudnn", "torch", "reference"), default="auto",
         help="auto: the fastest that runs this shape")  # fmt: skip
+    add("--deterministic", action="store_true",
+        help="the same bits from every step of the same job on the same GPUs; attention's backward is slower")  # fmt: skip
     add("--mlp-tile-size", type=COUNT, default=8192, metavar="TOKENS", help="tokens of a rank per step of the MLP")
     add("--loss-tile-size", type=COUNT, default=4096, metavar="TOKENS", help="tokens of a rank per step of the output head")
     add("--dry-run", action="store_true", help="build everything but the weights, print the summary, exit")

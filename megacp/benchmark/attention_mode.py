@@ -46,6 +46,7 @@ class AttentionCase:
     documents: int
     lengths: str
     seed: int
+    deterministic: bool = False
 
     @property
     def borders(self) -> tuple[int, ...]:
@@ -62,6 +63,7 @@ class AttentionCase:
         return {
             "backend": self.backend, "seq_length": self.seq_length, "heads": f"{self.q_heads}:{self.kv_heads}",
             "head_dim": self.head_dim, "documents": self.documents, "lengths": self.lengths,
+            "deterministic": self.deterministic,
         }  # fmt: skip
 
 
@@ -78,6 +80,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="of documents; uneven: at random (default: equal)")  # fmt: skip
     add("--attention-backend", choices=tuple(BACKENDS), nargs="+", default=[name for name in BACKENDS if name != "reference"],
         metavar="NAME", help=f"some of {', '.join(BACKENDS)} (default: all but reference)")  # fmt: skip
+    add("--deterministic", action="store_true", help="a backward that gives the same bits each time")
 
 
 def cases(args: argparse.Namespace) -> list[AttentionCase]:
@@ -85,7 +88,7 @@ def cases(args: argparse.Namespace) -> list[AttentionCase]:
     check_documents(args.documents, args.seq_length)
     grid = itertools.product(sorted(args.seq_length), args.heads, args.documents, args.lengths, args.attention_backend)
     return [
-        AttentionCase(backend, length, *heads, args.head_dim, documents, lengths, args.seed)
+        AttentionCase(backend, length, *heads, args.head_dim, documents, lengths, args.seed, args.deterministic)
         for length, heads, documents, lengths, backend in grid
         if documents > 1 or lengths == args.lengths[0]  # one document is neither equal nor uneven
     ]
@@ -100,7 +103,9 @@ def run(session: Session) -> None:
 def _measure(session: Session, case: AttentionCase) -> tuple[dict, list[dict]]:
     device, dtype, args = session.device, session.dtype, session.args
     documents, scale = Documents(case.borders), case.head_dim**-0.5
-    select_backend(case.backend, device, dtype, case.head_dim, case.q_heads, case.kv_heads, documents)  # ValueError: refused
+    select_backend(
+        case.backend, device, dtype, case.head_dim, case.q_heads, case.kv_heads, documents, deterministic=case.deterministic
+    )  # ValueError: refused
     with device_gauge(device) as gauge:
         gauge.reset_peak()
         q, do = (torch.randn(case.seq_length, case.q_heads, case.head_dim, device=device, dtype=dtype) for _ in range(2))
@@ -111,7 +116,9 @@ def _measure(session: Session, case: AttentionCase) -> tuple[dict, list[dict]]:
             results["o"], results["lse"] = attention_forward(q, k, v, documents, scale, case.backend)
 
         def backward() -> None:
-            results["dq"], *_ = attention_backward(do, q, k, v, results["o"], results["lse"], documents, scale, case.backend)
+            results["dq"], *_ = attention_backward(
+                do, q, k, v, results["o"], results["lse"], documents, scale, case.backend, case.deterministic
+            )
 
         seconds = {}
         for name, call in (("forward", forward), ("backward", backward)):

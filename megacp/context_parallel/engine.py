@@ -58,7 +58,8 @@ class BlockShelf(Protocol):
 class AttentionSettings:
     """What every attention call of a micro-batch shares. `scale` multiplies q·k; `backend` is a name `select_backend` gave.
 
-    `query_chunk`: tokens of each rank whose queries are in flight at a time; None: all. `prefetch`: see the module.
+    `query_chunk`: tokens of each rank whose queries are in flight at a time; None: all. `prefetch`: see the module. `deterministic`:
+    backward gives the same bits for the same inputs; the backend was selected so.
     """
 
     schedule: HeadSchedule
@@ -68,6 +69,7 @@ class AttentionSettings:
     backend: str
     query_chunk: int | None = None
     prefetch: bool = False
+    deterministic: bool = False
 
     @property
     def tokens_per_rank(self) -> int:
@@ -274,7 +276,9 @@ def _attend_backward(settings, stage, runs, do_XnD, q_XnD, o_XnD, lse_nX, held_k
             k, v = (_heads(x, heads.kv_start, heads.kv_count)[origin:last] for x in (k_SmD, v_SmD))
             do, q, o = (_heads(x[rows], heads.q_start, heads.q_count) for x in (do_XnD, q_XnD, o_XnD))
             lse = lse_nX[heads.q_start : heads.q_start + heads.q_count, rows]
-            dq, dk, dv = attention_backward(do, q, k, v, o, lse, documents, settings.scale, settings.backend)
+            dq, dk, dv = attention_backward(
+                do, q, k, v, o, lse, documents, settings.scale, settings.backend, settings.deterministic
+            )
             dq_heads.append(dq)
             if heads.arrival not in kv_grads and dk.shape == k_SmD.shape and len(runs) == 1:
                 kv_grads[heads.arrival] = dk, dv

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megacp.parallel_state import ParallelLayout, destroy_model_parallel, initialize_model_parallel
 
 TASKS_OF_OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # set in a process started by srun, mpirun
+CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # of fixed size; without one, streams share workspaces as they come
 MINIMUM_SECONDS, MAXIMUM_SECONDS = 600.0, 86400.0  # of a collective's time limit
 
 
@@ -83,6 +84,22 @@ def select_device(requested: str) -> torch.device:
             f"torchrun --nproc-per-node {available} gives each rank one"
         )
     return torch.device("cuda", local_rank)
+
+
+def use_deterministic_kernels() -> None:
+    """Makes torch's kernels give the same bits for the same inputs, or raise; call it before the first product on a GPU.
+
+    Attention is told by `AttentionSettings.deterministic`; the project's own kernels are so always. Raises ValueError naming
+    CUBLAS_WORKSPACE_CONFIG when it forbids that.
+    """
+    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES[0])
+    if workspace not in CUBLAS_WORKSPACES:
+        raise ValueError(
+            f"--deterministic: with CUBLAS_WORKSPACE_CONFIG={workspace} in the environment cuBLAS is not deterministic; "
+            f"{' or '.join(CUBLAS_WORKSPACES)} works, and so does leaving it out"
+        )
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs a pass over every new tensor; all of ours are written first
+    torch.use_deterministic_algorithms(True)
 
 
 def initialize_distributed(layout: ParallelLayout, device: torch.device, timeout: timedelta, fake_rank: int | None = None) -> None:

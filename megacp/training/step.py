@@ -44,6 +44,7 @@ class StepSettings:
     mlp_tile_size: int
     loss_tile_size: int
     clip_grad: float
+    deterministic: bool = False
 
 
 def step_settings(
@@ -55,7 +56,7 @@ def step_settings(
     store = store_type(activation_plans(args, job, device), job.geometry, device, args.disk_offload_dir)
     return StepSettings(
         config, schedule, store, args.attention_backend, args.upipe_query_chunk, args.mlp_tile_size, args.loss_tile_size,
-        args.clip_grad,
+        args.clip_grad, args.deterministic,
     )  # fmt: skip
 
 
@@ -112,7 +113,7 @@ def layer_context(
     q_heads, kv_heads = widest_attention_call(schedule)
     backend = select_backend(
         settings.attention_backend, device, dtype, config.kv_channels, q_heads, kv_heads, documents,
-        query_chunks=settings.query_chunk is not None,
+        query_chunks=settings.query_chunk is not None, deterministic=settings.deterministic,
     )  # fmt: skip
     attention = AttentionSettings(
         schedule, parallel_state.get_ulysses_group(), documents, config.kv_channels**-0.5, backend.name, settings.query_chunk

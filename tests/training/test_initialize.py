@@ -1,10 +1,12 @@
 """What a person must know of the launcher before a run of long steps."""
 
+import os
 import re
 
 import pytest
+import torch
 
-from megacp.training.initialize import check_launch, launcher_notes, select_device
+from megacp.training.initialize import check_launch, launcher_notes, select_device, use_deterministic_kernels
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
@@ -84,3 +86,27 @@ def test_a_local_rank_that_is_no_number(environment):
     environment("LOCAL_RANK=x")
     with pytest.raises(ValueError, match="LOCAL_RANK=x"):
         select_device("auto")
+
+
+@pytest.fixture
+def torch_settings():
+    """Gives torch's global settings back."""
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filling
+
+
+def test_deterministic_kernels_have_what_cublas_needs(torch_settings, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    use_deterministic_kernels()
+    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.utils.deterministic.fill_uninitialized_memory  # a pass over every buffer
+
+
+def test_a_cublas_workspace_that_forbids_it_is_named(torch_settings, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(ValueError, match="--deterministic: with CUBLAS_WORKSPACE_CONFIG=:0:0 .*:4096:8 or :16:8 works"):
+        use_deterministic_kernels()
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,13 +1,18 @@
-"""Cuts a packed stream into kernel calls whose element offsets fit in 31 bits.
+"""Cuts a packed stream into kernel calls whose element offsets fit in 31 bits, of at most 65,535 documents.
 
 GPU attention kernels multiply token index by row stride in places where the product is an int32: FlashAttention-2's
 accumulator of dq, FlashAttention-4's offset of dout in varlen mode (flash-attention#1311, #1500, #2611). Past 2^31 elements
-they fault or, worse, return finite wrong gradients. So no call here ever spans that many.
+they fault or, worse, return finite wrong gradients. So no call here ever spans that many. FlashAttention-2 and -3 also launch
+a grid with a row per document, of which CUDA allows 65,535 (flash-attention#1786). And since accumulators are padded by up to 128
+tokens a document, no call has more documents than would double its memory.
 
 Worked example, rows of H * D = 4 * 128 = 512 elements (4,194,304 tokens reach 2^31):
   one stream of 1M tokens                       one call, nothing copied
   6,000,000 tokens in documents of 1,000,000    two calls on views: documents 0 to 3, then 4 and 5
   one document of 5M tokens                     four calls, one query head each, on a contiguous copy of that head
+  10,000 documents of 100 tokens                two calls on views: 7,812 documents (128 tokens of the stream each), 2,188
+
+Where only the last tokens of a stream have queries, they begin in its first document: that call has fewer queries than keys.
 
 The copies are of one head at a time and cost nothing beside attention over millions of tokens. A document is out of reach
 only when one head of it passes the limit: 16.7M tokens at D = 128, which `offset_refusal` says beforehand.
@@ -22,6 +27,9 @@ from megacp.kernels.attention.documents import DocumentRun, Documents
 
 OFFSET_LIMIT = 2**31  # elements
 PADDING = 128  # tokens by which kernels pad each document in their accumulators
+DOCUMENT_LIMIT = 65535  # documents of a call
+SHORT_DOCUMENT = PADDING  # tokens; below, padding is more than the document
+FEW_DOCUMENTS = 4096  # whose padding is never too much: 256 MiB a head of an fp32 accumulator at D = 128
 
 Forward = Callable[[Tensor, Tensor, Tensor, Documents, float], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Documents, float], tuple[Tensor, Tensor, Tensor]]
@@ -38,14 +46,14 @@ def offset_refusal(documents: Documents, head_dim: int) -> str | None:
 def forward_in_calls(kernel: Forward, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents,
                      scale: float) -> tuple[Tensor, Tensor]:
     row = _row_elements(q_SHD, k_SKD, v_SKD)
-    if _fits(documents, row):
+    if len(documents) <= _most(documents) and _fits(documents, row):
         return kernel(q_SHD, k_SKD, v_SKD, documents, scale)
     queries, heads, head_dim = q_SHD.shape
     group = heads // k_SKD.shape[1]
     o_SHD = torch.empty(queries, heads, head_dim, dtype=q_SHD.dtype, device=q_SHD.device)
     lse_HS = torch.empty(heads, queries, dtype=torch.float32, device=q_SHD.device)
-    for run in _runs(documents, queries, row):
-        keys, tokens = slice(run.start, run.stop), slice(min(run.start, queries), min(run.stop, queries))
+    for run in _runs(documents, row):
+        keys, tokens = slice(run.start, run.stop), _queries_of(run, documents, queries)
         q, k, v = q_SHD[tokens], k_SKD[keys], v_SKD[keys]
         if _fits(run.documents, row):
             o_SHD[tokens], lse_HS[:, tokens] = kernel(q, k, v, run.documents, scale)
@@ -60,13 +68,13 @@ def forward_in_calls(kernel: Forward, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tenso
 def backward_in_calls(kernel: Backward, do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_SHD: Tensor,
                       lse_HS: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     row = _row_elements(do_SHD, q_SHD, k_SKD, v_SKD, o_SHD)
-    if _fits(documents, row):
+    if len(documents) <= _most(documents) and _fits(documents, row):
         return kernel(do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS.contiguous(), documents, scale)
     dq_SHD, dk_SKD, dv_SKD = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q_SHD, k_SKD, v_SKD))
     kv_heads = k_SKD.shape[1]
     group = q_SHD.shape[1] // kv_heads
-    for run in _runs(documents, len(q_SHD), row):
-        keys, tokens = slice(run.start, run.stop), slice(min(run.start, len(q_SHD)), min(run.stop, len(q_SHD)))
+    for run in _runs(documents, row):
+        keys, tokens = slice(run.start, run.stop), _queries_of(run, documents, len(q_SHD))
         do, q, k, v, o = do_SHD[tokens], q_SHD[tokens], k_SKD[keys], v_SKD[keys], o_SHD[tokens]
         lse = lse_HS[:, tokens].contiguous()
         if _fits(run.documents, row):
@@ -85,11 +93,20 @@ def backward_in_calls(kernel: Backward, do_SHD: Tensor, q_SHD: Tensor, k_SKD: Te
     return dq_SHD, dk_SKD, dv_SKD
 
 
-def _runs(documents: Documents, queries: int, row: int) -> list[DocumentRun]:
-    """Runs of documents that fit, or the whole where only the last tokens of the stream have a query."""
-    if queries < documents.total:
-        return [DocumentRun(0, documents.total, documents)]
-    return documents.runs((OFFSET_LIMIT - 1) // row, PADDING)
+def _runs(documents: Documents, row: int) -> list[DocumentRun]:
+    """Runs of documents that fit; one that does not is a document by itself."""
+    return documents.runs((OFFSET_LIMIT - 1) // row, PADDING, _most(documents))
+
+
+def _most(documents: Documents) -> int:
+    """Documents of a call."""
+    return min(DOCUMENT_LIMIT, max(FEW_DOCUMENTS, documents.total // SHORT_DOCUMENT))
+
+
+def _queries_of(run: DocumentRun, documents: Documents, queries: int) -> slice:
+    """The queries of a run, where they are those of the stream's last tokens."""
+    before = documents.total - queries
+    return slice(max(run.start - before, 0), run.stop - before)
 
 
 def _row_elements(*tensors: Tensor) -> int:

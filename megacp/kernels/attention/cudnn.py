@@ -16,11 +16,13 @@ from megacp.kernels.attention.documents import Documents
 aten = torch.ops.aten
 
 
-def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool = False) -> str | None:
     """Why this backend cannot serve; None when it can."""
     reason = probe.cuda_refusal(device, dtype, head_dim, minimum_capability=(8, 0), maximum_head_dim=128)
     if reason is None and probe.cudnn_version() < 90000:
         return f"cuDNN is {probe.cudnn_version()}, 90000 or newer is needed"
+    if reason is None and deterministic:
+        return "--deterministic: torch gives no access to a deterministic backward of cuDNN"  # pytorch#182551
     return reason
 
 
@@ -29,7 +31,7 @@ def forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents, s
 
 
 def backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_SHD: Tensor, lse_HS: Tensor, documents: Documents,
-             scale: float) -> tuple[Tensor, Tensor, Tensor]:
+             scale: float, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     return calls.backward_in_calls(_backward, do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, documents, scale)
 
 

@@ -27,8 +27,10 @@ class Documents:
     """Borders of the documents of one stream: 0 first, strictly increasing, the length of the stream last."""
 
     cu_seqlens: tuple[int, ...]
-    _device_copies: dict[tuple[torch.device, int], Tensor] = dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
+    _device_copies: dict[tuple[torch.device, int], Tensor] = dataclasses.field(
+        default_factory=dict, init=False, compare=False, repr=False)
     _rows: dict[tuple[int, int], tuple] = dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
+    _runs: dict[tuple[int, int, int], list] = dataclasses.field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         borders = self.cu_seqlens
@@ -90,16 +92,22 @@ class Documents:
         origin = self.cu_seqlens[first]
         return origin, Documents((*(border - origin for border in self.cu_seqlens[first:last]), stop - origin))
 
-    def runs(self, limit: int, padding: int) -> list["DocumentRun"]:
+    def runs(self, limit: int, padding: int, most: int) -> list["DocumentRun"]:
         """Whole documents gathered, in order, into runs of at most `limit` tokens, counting `padding` more per document.
 
-        A document that is too long by itself makes a run by itself. Documents((0, 3, 4, 8)).runs(limit=6, padding=1) gives
-        the tokens [0, 4) with documents (0, 3, 4), then [4, 8) with (0, 4).
+        A run has at most `most` documents; one that is too long by itself makes a run by itself. Found once per limit, as rows
+        are. Documents((0, 3, 4, 8)).runs(limit=6, padding=1, most=9) gives the tokens [0, 4) with documents (0, 3, 4), then
+        [4, 8) with (0, 4).
         """
+        if (limit, padding, most) not in self._runs:
+            self._runs[limit, padding, most] = self._find_runs(limit, padding, most)
+        return self._runs[limit, padding, most]
+
+    def _find_runs(self, limit: int, padding: int, most: int) -> list["DocumentRun"]:
         runs, first = [], 0
         for index in range(1, len(self.cu_seqlens)):
-            last = index == len(self.cu_seqlens) - 1
-            if last or self.cu_seqlens[index + 1] - self.cu_seqlens[first] + padding * (index + 1 - first) > limit:
+            full = index == len(self.cu_seqlens) - 1 or index - first == most
+            if full or self.cu_seqlens[index + 1] - self.cu_seqlens[first] + padding * (index + 1 - first) > limit:
                 start = self.cu_seqlens[first]
                 inner = Documents(tuple(border - start for border in self.cu_seqlens[first:index + 1]))
                 runs.append(DocumentRun(start, self.cu_seqlens[index], inner))

@@ -12,11 +12,14 @@ from megacp.kernels.attention.documents import Documents
 MODULE = "flash_attn_interface"
 
 
-def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool = False) -> str | None:
     """Why this backend cannot serve; None when it can."""
     reason = probe.cuda_refusal(device, dtype, head_dim, minimum_capability=(9, 0), maximum_head_dim=256)
     if reason is None and probe.compute_capability(device)[0] != 9:
         return "FlashAttention-3 is for Hopper (sm90) alone"
+    if reason is None and deterministic:
+        # flash-attention#1596 and #1766; nothing in the Python module tells such a build from one that obeys
+        return "--deterministic: builds before September 2025 ignore that setting without a word"
     return reason or probe.import_error(MODULE)
 
 
@@ -25,7 +28,7 @@ def forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents, s
 
 
 def backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_SHD: Tensor, lse_HS: Tensor, documents: Documents,
-             scale: float) -> tuple[Tensor, Tensor, Tensor]:
+             scale: float, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     return calls.backward_in_calls(_backward, do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, documents, scale)
 
 

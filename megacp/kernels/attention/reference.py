@@ -7,7 +7,8 @@ query heads 0 and 1 use key/value head 0, heads 2 and 3 use head 1.
     dv = p^T do,  ds = p * (do v^T - rowsum(do * o)) * scale,  dq = ds k,  dk = ds^T q          (arXiv 2205.14135, appendix B)
 
 Queries go through in chunks, so that scores never exceed `SCORE_ELEMENTS` elements (64 MiB in fp32) unless one row of
-all heads does: memory is O(chunk * document). Arithmetic is fp32 (float64 for float64 inputs).
+all heads does: memory is O(chunk * document). Arithmetic is fp32 (float64 for float64 inputs). Sums are taken in one order, so it
+is deterministic wherever the matrix products are: on a CPU with the same threads, on a GPU as --deterministic sets cuBLAS.
 Suffixes: c queries of a chunk, n keys they may see, g query heads per key/value head.
 """
 
@@ -22,7 +23,7 @@ from megacp.kernels.precision import compute_dtype
 SCORE_ELEMENTS = 2**24
 
 
-def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool = False) -> str | None:
     """Why this backend cannot serve; None when it can."""
     return None if dtype.is_floating_point else f"{dtype} is not a floating dtype"
 
@@ -47,7 +48,7 @@ def forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents, s
 
 
 def backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_SHD: Tensor, lse_HS: Tensor, documents: Documents,
-             scale: float) -> tuple[Tensor, Tensor, Tensor]:
+             scale: float, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     dtype = compute_dtype(q_SHD.dtype)
     dq_SHD, dk_SKD, dv_SKD = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q_SHD, k_SKD, v_SKD))
     heads, kv_heads = q_SHD.shape[1], k_SKD.shape[1]

@@ -3,7 +3,14 @@
 CUDA takes the packed stream as it is: q_SHD [8, 4, 64], k_SKD [8, 2, 64] and the borders (0, 3, 8) as an int32 tensor go in,
 o_SHD [8, 4, 64] and lse_HS [4, 8] come out. The CPU kernel knows no borders: one call per document and key/value head, whose
 k and v are shared by its query heads through a stride of 0, so nothing is repeated in memory.
+
+The CPU kernel gives a head to one thread, so its results have the same bits each time. The CUDA kernel's backward adds to dq in
+any order, unless torch's global deterministic setting is on: then it holds the fp32 sum of dq once for each multiprocessor that a
+head of a document gets, 132 times for one head of one document on an H200.
 """
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,7 +22,7 @@ from megacp.kernels.precision import compute_dtype
 aten = torch.ops.aten
 
 
-def refusal(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def refusal(device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool = False) -> str | None:
     """Why this backend cannot serve; None when it can."""
     if device.type == "cpu":
         supported = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -32,12 +39,13 @@ def forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents, s
 
 
 def backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_SHD: Tensor, lse_HS: Tensor, documents: Documents,
-             scale: float) -> tuple[Tensor, Tensor, Tensor]:
+             scale: float, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     if q_SHD.device.type == "cpu" and len(q_SHD) < documents.total:
         return reference.backward(do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, documents, scale)
     if q_SHD.device.type == "cpu":
         return _cpu_backward(do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, documents, scale)
-    return calls.backward_in_calls(_cuda_backward, do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, documents, scale)
+    with _deterministic_torch() if deterministic else contextlib.nullcontext():
+        return calls.backward_in_calls(_cuda_backward, do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, documents, scale)
 
 
 def _cuda_forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents, scale: float) -> tuple[Tensor, Tensor]:
@@ -53,6 +61,17 @@ def _cuda_backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, 
     no_dropout = torch.zeros(2, dtype=torch.int64, device=q_SHD.device).view(torch.uint64)
     return aten._flash_attention_backward(do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, queries, keys, longest, longest, 0.0,
                                           True, no_dropout, no_dropout[:0], scale=scale)
+
+
+@contextlib.contextmanager
+def _deterministic_torch() -> Iterator[None]:
+    """torch's global setting, which is all that the kernel asks, for the length of a call."""
+    enabled, warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 def _borders(documents: Documents, q_SHD: Tensor) -> tuple[Tensor, Tensor]:

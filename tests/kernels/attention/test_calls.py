@@ -52,6 +52,43 @@ def test_runs_and_heads_give_the_whole(limit_tokens, expected_calls, monkeypatch
         assert relative_error(ours, expected) < 1e-6
 
 
+@pytest.mark.parametrize("queries", [95, 90, 80])
+def test_calls_of_few_documents_give_the_whole(queries, monkeypatch):
+    """Cut by number, also where the first document's first tokens have no query."""
+    monkeypatch.setattr(calls, "DOCUMENT_LIMIT", 2)
+    borders = (0, 20, 40, 50, 95)
+    documents, before = Documents(borders), borders[-1] - queries
+    q, k, v, do = random_inputs(documents.total, 4, 2, 8, torch.float32)
+    do[:before] = 0
+    exact = naive_attention(q, k, v, borders, 0.3, do)
+    sizes = []
+
+    def forward(q, k, v, documents, scale):
+        sizes.append((len(q), len(documents)))
+        return reference.forward(q, k, v, documents, scale)
+
+    o, lse = calls.forward_in_calls(forward, q[before:], k, v, documents, 0.3)
+    dq, dk, dv = calls.backward_in_calls(reference.backward, do[before:], q[before:], k, v, o, lse, documents, 0.3)
+    assert sizes == [(40 - before, 2), (55, 2)]
+    for ours, expected in zip((o, lse.t(), dq), (exact[0], exact[1].t(), exact[2])):
+        assert relative_error(ours, expected[before:]) < 1e-6
+    for ours, expected in zip((dk, dv), exact[3:]):
+        assert relative_error(ours, expected) < 1e-6
+
+
+def test_padding_never_outgrows_the_stream():
+    """Kernels pad accumulators by 128 tokens a document; 100,000 documents of 10 tokens at once would take 13 times the memory."""
+    documents, padded = Documents(tuple(range(0, 1_000_001, 10))), []
+
+    def forward(q, k, v, documents, scale):
+        padded.append(documents.total + calls.PADDING * len(documents))
+        return q, torch.zeros(1, len(q))
+
+    q = torch.zeros(documents.total, 1, 8)
+    calls.forward_in_calls(forward, q, q, q, documents, 1.0)
+    assert max(padded) < 2 * documents.total and len(padded) < 20
+
+
 def test_wide_strides_count_not_heads(monkeypatch):
     """One head of a tensor of 16 reaches the limit 16 times sooner than its own size says."""
     monkeypatch.setattr(calls, "PADDING", 0)

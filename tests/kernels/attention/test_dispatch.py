@@ -22,8 +22,8 @@ def gpu(monkeypatch):
     return describe
 
 
-def choose(device, dtype=torch.bfloat16, documents=LONG, requested="auto", head_dim=128):
-    return select_backend(requested, device, dtype, head_dim, 4, 1, documents)
+def choose(device, dtype=torch.bfloat16, documents=LONG, requested="auto", head_dim=128, deterministic=False):
+    return select_backend(requested, device, dtype, head_dim, 4, 1, documents, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -78,6 +78,43 @@ def test_a_request_is_kept(gpu, name):
 def test_refused_requests_say_what_is_accepted(gpu, requested, dtype, message):
     with pytest.raises(ValueError, match=message):
         choose(gpu((9, 0), "fa4"), dtype, requested=requested)
+
+
+@pytest.mark.parametrize("capability,installed,expected", [
+    ((9, 0), ("fa4", "fa3"), "fa4"),
+    ((9, 0), ("fa3",), "torch"),  # past FlashAttention-3 and cuDNN
+    ((12, 0), ("fa4",), "torch"),
+    ((8, 0), (), "torch"),
+    ((7, 5), (), "reference"),
+])
+def test_auto_takes_what_is_deterministic(gpu, capability, installed, expected):
+    choice = choose(gpu(capability, *installed), deterministic=True)
+    assert choice.name == expected
+    if expected != "reference":
+        assert ("not cudnn: --deterministic: " in choice.reason) == (expected == "torch")
+
+
+@pytest.mark.parametrize("requested,accepted", [("fa3", "auto or fa4, torch, fa2, reference"), ("cudnn", "auto or fa4, torch, fa2, reference")])
+def test_what_is_not_deterministic_is_refused(gpu, requested, accepted):
+    device = gpu((9, 0), "fa4", "fa3", "fa2")
+    assert choose(device, requested=requested).name == requested
+    with pytest.raises(ValueError, match=f"--attention-backend {requested} .*: --deterministic: .*; {accepted} can"):
+        choose(device, requested=requested, deterministic=True)
+
+
+def test_the_cpu_is_deterministic():
+    assert choose("cpu", deterministic=True).name == "torch"
+    assert choose("cpu", deterministic=True, requested="reference").name == "reference"
+
+
+@pytest.mark.parametrize("capability,head_dim,expected", [
+    ((9, 0), 8, "fa4"), ((9, 0), 72, "fa4"), ((9, 0), 192, "fa4"), ((9, 0), 256, "fa4"), ((9, 0), 264, "reference"),
+    ((10, 0), 128, "fa4"), ((10, 0), 192, "torch"), ((10, 3), 256, "fa4"), ((12, 0), 64, "fa4"), ((12, 0), 136, "torch"),
+    ((13, 0), 64, "cudnn"),
+])
+def test_head_dims_by_generation(gpu, capability, head_dim, expected):
+    choice = choose(gpu(capability, "fa4"), head_dim=head_dim)
+    assert choice.name == expected and (expected == "fa4" or "not fa4: " in choice.reason)
 
 
 def test_old_cudnn_and_impossible_heads(gpu):

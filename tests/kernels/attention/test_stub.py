@@ -15,12 +15,12 @@ def tensors(queries, heads, kv_heads):
     return q, k, v
 
 
-def peak_of_backward(name, heads, kv_heads, queries=S, documents=Documents((0, S))):
+def peak_of_backward(name, heads, kv_heads, queries=S, documents=Documents((0, S)), deterministic=False):
     q, k, v = tensors(queries, heads, kv_heads)
     o, lse = attention_forward(q, k, v, documents, 1.0, name)
     assert o.shape == q.shape and lse.shape == (heads, queries) and lse.dtype == torch.float32
     with AllocationCounter() as counter:
-        gradients = attention_backward(o, q, k, v, o, lse, documents, 1.0, name)
+        gradients = attention_backward(o, q, k, v, o, lse, documents, 1.0, name, deterministic)
     assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
     assert all(not g.any() for g in gradients) and o.isfinite().all()
     assert counter.live_bytes() == sum(g.nbytes for g in gradients)
@@ -44,6 +44,18 @@ def test_workspace_of_a_query_chunk_is_the_chunks():
 def test_packed_documents_are_padded():
     packed = peak_of_backward("stub-fa4", 1, 1, documents=Documents((0, 300, S)))
     assert packed == (S + 2 * 128) * (D * 4 + 2 * 4)
+
+
+@pytest.mark.parametrize("name, heads, kv_heads, borders, more", [
+    ("stub-fa4", 2, 2, (0, S), 2 * (S // 128) * 4),  # a counter for each block of queries
+    ("stub-fa4", 4, 1, (0, 300, S), 2 * 4 * 6 * 4 + 2 * (2 * 6 * 2 * 4)),  # 6 blocks in the longest of 2; two for each block of keys
+    ("stub-fa2", 2, 2, (0, S), 65 * S * 2 * D * 4),  # a sum of dq for each multiprocessor: 132 over 2 heads
+    ("stub-torch", 1, 1, (0, 300, S), 65 * (S + 2 * 128) * D * 4),
+])
+def test_workspace_of_a_deterministic_backward(name, heads, kv_heads, borders, more):
+    documents = Documents(borders)
+    plain = peak_of_backward(name, heads, kv_heads, documents=documents)
+    assert peak_of_backward(name, heads, kv_heads, documents=documents, deterministic=True) == plain + more
 
 
 def test_a_stub_is_chosen_by_rehearsals_only():
