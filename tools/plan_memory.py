@@ -5,6 +5,7 @@
     python tools/plan_memory.py --model qwen3-32b --fewest-gpus --seq-length 5242880 --json
     python tools/plan_memory.py --model llama3-8b --seq-length 1048576 --gpus 8 --gpu H200 --calibrate rehearsal.json all_to_all.json
     python tools/plan_memory.py --rehearsal r1.json r2.json
+    python tools/plan_memory.py --rehearsal r1.json --measured run1.jsonl
 
     GPU memory per rank           GiB
       states                    11.22
@@ -26,11 +27,13 @@ tenth of the GPU when the flag is not given (here: of 80 GiB). The margin shown 
 Time is the counted work, recompute included, by the speeds of --gpu: measured on an H200, estimated for others. --calibrate corrects
 them by reports that --rehearse-json of pretrain_llama.py wrote on such a GPU, and the all-to-all, which one GPU cannot rehearse, by a
 file {"all_to_all": [{"bytes_per_rank": 268435456, "seconds": 0.0009, "gpus": 8}, …]}. --rehearsal holds the prediction against such
-reports, each with its own settings, and says how far it is off. Exits with 1 when the job does not fit.
+reports, each with its own settings, and says how far it is off; with --measured, the --log-jsonl of a real run of each, rehearsal and
+prediction are held against that. Exits with 1 when the job does not fit.
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 
@@ -41,11 +44,13 @@ from megacp.memory.units import GIB
 from megacp.planner import table
 from megacp.training.activation_plans import GPU_SHARE
 from megacp.training.capacity import Outcome, fewest_gpus, longest_context, parse_planned, plan_job
+from megacp.training.measured_runs import against_rehearsal, read_run, run_table
 from megacp.training.rehearsals import compare, read_rehearsal
 from megacp.training.speeds import Speeds, speeds_from
 from megacp.training.step_time import StepTime, predict_step_time
 
-USAGE = "plan_memory.py [--gpus N] [--longest | --fewest-gpus | --rehearsal FILE...] [--json] [flags of pretrain_llama.py]"
+USAGE = """plan_memory.py [--gpus N] [--longest | --fewest-gpus] [--json] [flags of pretrain_llama.py]
+       plan_memory.py --rehearsal FILE... [--measured FILE...] [--json]"""
 SMALL = 0.01  # of all buffers: those below are shown together
 
 
@@ -58,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     question.add_argument("--longest", action="store_true", help="the longest --seq-length that fits, to one MLP tile a rank")
     question.add_argument("--fewest-gpus", action="store_true", help="the smallest number of GPUs that --seq-length fits on")
     question.add_argument("--rehearsal", nargs="+", metavar="FILE", help="reports of rehearsals: predicted against rehearsed peak")
+    parser.add_argument("--measured", nargs="+", default=[], metavar="FILE", help="logs of real runs, one for each --rehearsal")
     parser.add_argument("--gpu", metavar="NAME", help="A100, H100, H200 or B200, for its speeds (default: of --calibrate, else H100)")
     parser.add_argument("--calibrate", nargs="+", default=[], metavar="FILE",
         help="reports of rehearsals or measured all-to-alls, to correct speeds with")  # fmt: skip
@@ -65,6 +71,14 @@ def main(argv: list[str] | None = None) -> int:
     asked, flags = parser.parse_known_args(argv)
     args = parse_planned(flags, USAGE)
     try:
+        if len(asked.measured) not in (0, len(asked.rehearsal or [])):
+            raise ArgumentError(
+                f"--measured {' '.join(asked.measured)}: {len(asked.measured)} logs for {len(asked.rehearsal or [])} of --rehearsal; as many work"
+            )
+        if asked.measured:
+            compared = list(map(_against_rehearsal, asked.measured, asked.rehearsal, itertools.repeat(asked)))
+            print(json.dumps({"runs": compared}, indent=2) if asked.json else "\n".join(run_table(compared)))
+            return 0
         if asked.rehearsal:
             compared = [compare(read_rehearsal(file)) for file in asked.rehearsal]
             print(json.dumps({"rehearsals": compared}, indent=2) if asked.json else "\n".join(comparison(compared)))
@@ -83,6 +97,14 @@ def main(argv: list[str] | None = None) -> int:
     if outcome.problem:
         print(f"plan_memory: {outcome.problem}", file=sys.stderr)
     return 1 if outcome.problem else 0
+
+
+def _against_rehearsal(log: str, report: str, asked: argparse.Namespace) -> dict:
+    """Time is predicted for the GPU of --gpu or --calibrate, else of the rehearsal; not for a CPU."""
+    rehearsal = read_rehearsal(report)
+    gpu = asked.gpu or (None if asked.calibrate or rehearsal.device == "cpu" else rehearsal.device)
+    speeds = speeds_from(gpu, asked.calibrate) if gpu or asked.calibrate else None
+    return against_rehearsal(read_run(log), rehearsal, speeds)
 
 
 def _answer(asked: argparse.Namespace, args: argparse.Namespace) -> tuple[int, int, dict[str, int]]:

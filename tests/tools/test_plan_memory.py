@@ -194,3 +194,50 @@ def test_calibration_files_of_both_kinds(tool, capsys, tmp_path):
 
 def test_docstring_examples_are_true():
     assert doctest.testmod(capacity).failed == 0
+
+
+def log_of(path, seconds, tokens=8192, peak=None):
+    records = [{"step": n, "tokens": tokens, "step_time_s": s, "tokens_per_s_per_gpu": tokens / s / 2, "peak_memory_gib": peak}
+               for n, s in enumerate(seconds, 1)]  # fmt: skip
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def test_a_real_run_against_its_rehearsal_and_prediction(tool, capsys, tmp_path):
+    report = report_of(tmp_path / "r.json", "NVIDIA H200")
+    peak = json.loads(Path(report).read_text())["peak"] / GIB
+    log = log_of(tmp_path / "run.jsonl", [9.0, 1.0, 1.3, 1.25], peak=peak / 1.02)
+    assert tool.main(["--rehearsal", report, "--measured", log, "--calibrate", report, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["runs"]
+    step, speed, memory = found["rows"].values()
+    assert found["steps"] == 3 and step["measured"] == 1.25 and step["rehearsed"] == 1.0
+    assert step["rehearsed_off"] == pytest.approx(-0.2) and speed["rehearsed"] == 4096 and speed["measured"] == pytest.approx(4096 / 1.25)
+    assert memory["rehearsed_off"] == pytest.approx(0.02) and memory["predicted_off"] == pytest.approx(0.96 * 1.02 - 1, abs=1e-3)
+    assert tool.main(["--rehearsal", report, "--measured", log, "--calibrate", report]) == 0
+    text = capsys.readouterr().out
+    lines = {line[:12].strip(): line for line in text.splitlines()}
+    assert "-20.0% !" in lines["step s"] and "+2.0%  " in lines["peak GiB"] and "median of 3 steps" in text
+
+
+def test_what_a_cpu_or_a_stub_does_not_tell_is_left_open(tool, capsys, tmp_path):
+    log = log_of(tmp_path / "run.jsonl", [2.0])
+    for report in (report_of(tmp_path / "cpu.json", "cpu"), report_of(tmp_path / "stub.json", "NVIDIA H200", attention="stub-fa4")):
+        assert tool.main(["--rehearsal", report, "--measured", log, "--json"]) == 0
+        (found,) = json.loads(capsys.readouterr().out)["runs"]
+        assert found["rows"]["peak GiB"]["rehearsed_off"] is None and found["rows"]["step s"]["measured"] == 2.0
+        assert (found["rows"]["step s"]["predicted"] is None) == (Path(report).stem == "cpu")
+        assert (found["rows"]["step s"]["rehearsed"] is None) == (Path(report).stem == "stub")
+        assert tool.main(["--rehearsal", report, "--measured", log]) == 0 and " - " in capsys.readouterr().out
+
+
+def test_logs_and_rehearsals_that_do_not_belong_together_are_refused(tool, capsys, tmp_path):
+    report, log = report_of(tmp_path / "r.json", "cpu"), log_of(tmp_path / "run.jsonl", [1.0], tokens=4096)
+    for flags, said in (
+        (["--rehearsal", report, "--measured", log], "steps of 4,096 tokens"),
+        (["--rehearsal", report, report, "--measured", log], "1 logs for 2 of --rehearsal; as many work"),
+        (["--measured", log], "1 logs for 0 of --rehearsal"),
+        (["--rehearsal", report, "--measured", report], "is no log of steps"),
+        (["--rehearsal", report, "--measured", str(tmp_path / "none")], "cannot be read"),
+    ):
+        assert tool.main(flags) == 1
+        assert said in capsys.readouterr().err
