@@ -55,8 +55,8 @@ def flash_attention(monkeypatch):
     noted = []
 
     def backward(do, q, k, v, o, lse=None, *results, **settings):
-        warnings.warn("Argument aux_data (position 21) cannot be converted to a JitArgument for function 'f'. Its type ...", UserWarning)
-        warnings.warn("Argument window (position 3) cannot be converted to a JitArgument for function 'f'. Its type ...", UserWarning)
+        for argument in ("aux_data", "window"):
+            warnings.warn(f"Argument {argument} (position 21) cannot be converted to a JitArgument for function 'f'. Its type ...")
         noted.append((q.dim(), settings["deterministic"]))
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 

@@ -48,7 +48,7 @@ def test_packed_documents_are_padded():
 
 @pytest.mark.parametrize("name, heads, kv_heads, borders, more", [
     ("stub-fa4", 2, 2, (0, S), 2 * (S // 128) * 4),  # a counter for each block of queries
-    ("stub-fa4", 4, 1, (0, 300, S), 2 * 4 * 6 * 4 + 2 * (2 * 6 * 2 * 4)),  # 6 blocks in the longest of 2; two for each block of keys
+    ("stub-fa4", 4, 1, (0, 300, S), 2 * 4 * 6 * 4 + 2 * (2 * 6 * 2 * 4)),  # 6 blocks in the longest; two for each of keys
     ("stub-fa2", 2, 2, (0, S), 65 * S * 2 * D * 4),  # a sum of dq for each multiprocessor: 132 over 2 heads
     ("stub-torch", 1, 1, (0, 300, S), 65 * (S + 2 * 128) * D * 4),
 ])
