@@ -1,4 +1,4 @@
-"""A rank of a job under torchrun is killed: the job ends by itself and says which, and started again it goes on as if nothing had been."""
+"""A rank of a job under torchrun is killed: the job ends at once and says which. Started again it goes on as if nothing had been."""
 
 import os
 import re
@@ -32,7 +32,8 @@ def test_kill_and_restart_equal_a_run_that_nobody_killed(data, tmp_path):  # noq
     start = time.monotonic()
     _, errors = job.communicate(timeout=60)
     assert job.returncode == 1 and time.monotonic() - start < 20
-    assert re.search(rf"\[rank 0\] error: rank 1 \(host \S+, pid {victim}\) ended (during|after) step \d+ .*--load {marked}", errors), errors
+    named = rf"\[rank 0\] error: rank 1 \(host \S+, pid {victim}\) ended (during|after) step \d+ .*--load {marked}"
+    assert re.search(named, errors), errors
     assert len(records(log)) < 30, "else it was killed too late to tell anything"
 
     train([*flags, "--log-jsonl", log], ranks=2)

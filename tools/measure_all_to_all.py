@@ -9,9 +9,9 @@
     all_to_all          8        0.25        38.1       6.02
     …
 
-GB/s (of 10^9) are nccl-tests' bus bandwidth: bytes a rank · (g - 1) / g / time. Bytes a rank are all that one hands over, its own block
-included; of an all-gather what it has in the end. With --gpus 2 the ranks pair up and all pairs are at it at once. On CPUs, with gloo,
-it runs to see that it works.
+GB/s (of 10^9) are nccl-tests' bus bandwidth: bytes a rank · (g - 1) / g / time. Bytes a rank are all that one hands over, its own
+block included; of an all-gather what it has in the end. With --gpus 2 the ranks pair up and all pairs are at it at once. On CPUs, with
+gloo, it runs to see that it works.
 """
 
 import argparse

@@ -71,10 +71,9 @@ def main(argv: list[str] | None = None) -> int:
     asked, flags = parser.parse_known_args(argv)
     args = parse_planned(flags, USAGE)
     try:
-        if len(asked.measured) not in (0, len(asked.rehearsal or [])):
-            raise ArgumentError(
-                f"--measured {' '.join(asked.measured)}: {len(asked.measured)} logs for {len(asked.rehearsal or [])} of --rehearsal; as many work"
-            )
+        logs, reports = len(asked.measured), len(asked.rehearsal or [])
+        if logs not in (0, reports):
+            raise ArgumentError(f"--measured {' '.join(asked.measured)}: {logs} logs for {reports} of --rehearsal; as many work")
         if asked.measured:
             compared = list(map(_against_rehearsal, asked.measured, asked.rehearsal, itertools.repeat(asked)))
             print(json.dumps({"runs": compared}, indent=2) if asked.json else "\n".join(run_table(compared)))

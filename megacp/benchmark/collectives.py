@@ -4,8 +4,8 @@
     timing.bytes_per_rank, timing.seconds, timing.bus_bytes_per_s                   # 268435456, 0.0009, 2.6e11 on 8 ranks
 
 `bytes_per_rank` is the larger of a rank's two buffers: what it hands over in an all-to-all and a reduce-scatter, its own block
-included, and what it has in the end of an all-gather. Bus bandwidth is nccl-tests': bytes per rank · (g - 1) / g / seconds, what a rank
-sends to others, and gets from them, in a second.
+included, and what it has in the end of an all-gather. Bus bandwidth is nccl-tests': bytes per rank · (g - 1) / g / seconds, what a
+rank sends to others, and gets from them, in a second.
 """
 
 import statistics
@@ -50,7 +50,7 @@ class Timing:
 
 
 def measure(collective: Callable, size: int, group: dist.ProcessGroup, device: torch.device, warmup: int, repeats: int) -> Timing:
-    """By every rank of the job, each with its own group, all of which are at it at once. `size` in bytes: rounded down to whole shards."""
+    """By every rank of the job, each with its own group, all of which are at it at once. `size`: bytes, rounded to whole shards."""
     gpus = dist.get_world_size(group)
     shard = torch.zeros(size // DTYPE.itemsize // gpus, dtype=DTYPE, device=device)
     whole = torch.zeros(gpus * shard.numel(), dtype=DTYPE, device=device)

@@ -68,9 +68,10 @@ def against_rehearsal(run: MeasuredRun, rehearsal: Rehearsal, speeds: Speeds | N
         "rehearsed": None if stub else rehearsal.step_seconds,
         "predicted": None if time is None else time.seconds,
     }
+    speed = {name: value and of_rank / value for name, value in seconds.items()}
     rows = {
         "step s": seconds,
-        "tokens/s/GPU": {name: value and of_rank / value for name, value in seconds.items()} | {"measured": run.tokens_per_s_per_gpu},
+        "tokens/s/GPU": speed | {"measured": run.tokens_per_s_per_gpu},
         "peak GiB": {"measured": run.peak_gib, "rehearsed": rehearsal.peak / GIB, "predicted": compared["predicted_bytes"] / GIB},
     }
     for row in rows.values():

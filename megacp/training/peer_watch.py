@@ -11,10 +11,10 @@
 | leaves the block by an exception | failing            | have GRACE_SECONDS to end by an error of their own, then end too    |
 | is gone                          | nothing            | end at once: the collectives of this step would wait for it in vain |
 
-Each rank holds a TCP connection to rank 0, which passes on what it hears. The system closes the connections of a process that is gone,
-however it went; its keep-alive probes tell of a host that is gone in half a minute. A rank that computes, saves or is stopped for an
-hour is not gone, so there is no heartbeat that could come late. A thread listens, and ends the process itself: the main thread may
-be in a collective or wait for the GPU, and a launcher's SIGTERM would only make it wish to finish the step.
+Each rank holds a TCP connection to rank 0, which passes on what it hears. The system closes the connections of a process that is
+gone, however it went; its keep-alive probes tell of a host that is gone in half a minute. A rank that computes, saves or is stopped
+for an hour is not gone, so there is no heartbeat that could come late. A thread listens, and ends the process itself: the main thread
+may be in a collective or wait for the GPU, and a launcher's SIGTERM would only make it wish to finish the step.
 """
 
 import os
@@ -150,7 +150,7 @@ class PeerWatch:
                         connection.sendall(f"{word} {rank}\n".encode())
 
     def _end(self, rank: int, how: str) -> None:
-        """Ends this process, unless it is about to end by an error of its own. Not by `print`, whose lock another thread may hold."""
+        """Tells it and ends this process, unless that is about to end by an error of its own. `print` has a lock others may hold."""
         text = f"[rank {self._rank}] error: {self._peers[rank]} ended {self._where} {how}; this rank ends too{self._advice}\n"
         os.write(2, text.encode())
         self._peer_ended.set()
@@ -168,9 +168,12 @@ def _meet() -> tuple[list[Peer], dict[int, socket.socket]]:
             met = together(group, lambda: (socket.gethostname(), os.getpid(), port, token))
             _, _, port, token = met[0]
             connections: dict[int, socket.socket] = {}
-            together(group, lambda: connections.update(_accepted(server, len(met) - 1, token) if server else _called(rank, port, token)))
+            connect = (lambda: _accepted(server, len(met) - 1, token)) if server else (lambda: _called(rank, port, token))
+            together(group, lambda: connections.update(connect()))
     except RankFailure as failure:
-        raise ConnectionError(f"the ranks cannot watch each other: {failure}; a MASTER_ADDR that all of them can reach works") from failure
+        raise ConnectionError(
+            f"the ranks cannot watch each other: {failure}; a MASTER_ADDR that all of them can reach works"
+        ) from failure
     finally:
         if server:
             server.close()
