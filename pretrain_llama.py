@@ -39,7 +39,8 @@ from megacp.training.errors import explain_errors
 from megacp.training.evaluation import Evaluator
 from megacp.training.host_states import available_host_bytes, prepare_host
 from megacp.training.initialize import check_launch, collective_timeout, initialize_distributed, launched_rank
-from megacp.training.initialize import job_of, launcher_notes, select_device, shut_down_distributed, use_deterministic_kernels
+from megacp.training.initialize import job_of, launcher_notes, limit_gpu_memory, select_device, shut_down_distributed
+from megacp.training.initialize import use_deterministic_kernels
 from megacp.training.loop import TrainingRun, device_peak_flops
 from megacp.training.memory_phases import memory_history
 from megacp.training.metrics import MetricsLogger
@@ -61,6 +62,7 @@ def main() -> int:
         notes = validate_args(args, world_size)
         config = model_config_from_args(args)
         device = select_device(args.device)
+        limit_gpu_memory(args.gpu_memory_limit_gib, device)
         dtype = resolve_precision(args, device)
         if args.deterministic:
             use_deterministic_kernels()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from tests.test_pretrain import MODEL, ROOT, data, numbers, records, train  # noqa: F401 (a fixture)
 
@@ -15,7 +16,7 @@ def test_kill_and_restart_equal_a_run_that_nobody_killed(data, tmp_path):  # noq
     train([*flags, "--log-jsonl", tmp_path / "straight"], ranks=2)
 
     flags += ["--save", tmp_path / "ckpt", "--load", tmp_path / "ckpt", "--save-interval", 4]
-    log, marked = tmp_path / "log", str(tmp_path / "ckpt")
+    log = tmp_path / "log"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 0,
                "pretrain_llama.py", *flags, "--log-jsonl", log]  # fmt: skip
     job = subprocess.Popen(
@@ -26,13 +27,12 @@ def test_kill_and_restart_equal_a_run_that_nobody_killed(data, tmp_path):  # noq
         assert job.poll() is None, job.stderr.read()
         time.sleep(0.01)
     workers = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True).stdout.split()
-    victim = next(pid for pid in workers if "RANK=1\0" in open(f"/proc/{pid}/environ").read().replace("LOCAL_RANK=", "")
-                  and marked in open(f"/proc/{pid}/cmdline").read())  # fmt: skip
+    victim = next(pid for pid in workers if "\0RANK=1\0" in "\0" + Path(f"/proc/{pid}/environ").read_text())
     os.kill(int(victim), signal.SIGKILL)
     start = time.monotonic()
     _, errors = job.communicate(timeout=60)
     assert job.returncode == 1 and time.monotonic() - start < 20
-    named = rf"\[rank 0\] error: rank 1 \(host \S+, pid {victim}\) ended (during|after) step \d+ .*--load {marked}"
+    named = rf"\[rank 0\] error: rank 1 \(host \S+, pid {victim}\) ended (during|after) step \d+ .*--load {tmp_path}/ckpt"
     assert re.search(named, errors), errors
     assert len(records(log)) < 30, "else it was killed too late to tell anything"
 

@@ -59,9 +59,14 @@ def activation_plans(args: argparse.Namespace, job: Job, device: torch.device) -
 
 
 def device_limit(args: argparse.Namespace, device: torch.device) -> int | None:
-    """Bytes that a rank may take on its GPU: --gpu-memory-gib, or nine tenths of what it has. None on a CPU without the flag."""
+    """Bytes that a rank may plan with: --gpu-memory-gib, or nine tenths of --gpu-memory-limit-gib, or of what the GPU has.
+
+    None on a CPU without the flags.
+    """
     if args.gpu_memory_gib is not None:
         return int(args.gpu_memory_gib * GIB)
+    if args.gpu_memory_limit_gib is not None:
+        return int(GPU_SHARE * args.gpu_memory_limit_gib * GIB)
     return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 

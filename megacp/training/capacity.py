@@ -28,7 +28,7 @@ from megacp.parallel_state import ParallelLayout
 from megacp.planner import Job, Prediction, choose_plans, predict
 from megacp.training.activation_plans import GPU_SHARE, activation_plans, check_budgets, memory_job
 
-ASSUMED_GPU_GIB = 80  # without --gpu-memory-gib: the share of such a GPU that training would plan with
+ASSUMED_GPU_GIB = 80  # without a flag of GPU memory: the share of such a GPU that training would plan with
 MOST_GPUS = 4096
 CPU = torch.device("cpu")
 
@@ -48,8 +48,10 @@ def parse_planned(flags: list[str], usage: str) -> argparse.Namespace:
     """The flags of training; what plans nothing may be left out (data, a disk's directory). Open: length, context size."""
     parser = build_parser()
     parser.usage = usage
-    parser.set_defaults(seq_length=None, context_parallel_size=None, gpu_memory_gib=GPU_SHARE * ASSUMED_GPU_GIB)
+    parser.set_defaults(seq_length=None, context_parallel_size=None)
     args = parser.parse_args(flags)
+    if args.gpu_memory_gib is None:
+        args.gpu_memory_gib = GPU_SHARE * (args.gpu_memory_limit_gib or ASSUMED_GPU_GIB)
     if not args.data_path and not args.train_data_path:
         args.mock_data = True
     if args.disk_memory_gib is not None or args.activation_memory == "disk":

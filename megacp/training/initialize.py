@@ -16,6 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megacp.memory.units import GIB
 from megacp.parallel_state import ParallelLayout, destroy_model_parallel, initialize_model_parallel
 
 TASKS_OF_OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")  # set in a process started by srun, mpirun
@@ -84,6 +85,19 @@ def select_device(requested: str) -> torch.device:
             f"torchrun --nproc-per-node {available} gives each rank one"
         )
     return torch.device("cuda", local_rank)
+
+
+def limit_gpu_memory(gib: float | None, device: torch.device) -> None:
+    """Lets PyTorch take no more than `gib` of a GPU; what CUDA and NCCL take themselves is not counted. None, or a CPU: no limit.
+
+    Raises ValueError naming --gpu-memory-limit-gib when it is more than the GPU has.
+    """
+    if gib is None or device.type != "cuda":
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    if gib * GIB > total:
+        raise ValueError(f"--gpu-memory-limit-gib {gib:g} is more than the GPU's {total / GIB:.2f} GiB; less works, or to leave it out")
+    torch.cuda.set_per_process_memory_fraction(gib * GIB / total, device)
 
 
 def use_deterministic_kernels() -> None:

@@ -9,7 +9,8 @@ from megacp.argument_checks import ArgumentError
 from megacp.arguments import model_config_from_args, parse_args, validate_args
 from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.parallel_state import ParallelLayout
-from megacp.training.activation_plans import activation_plans, check_budgets, memory_job
+from megacp.training.activation_plans import activation_plans, check_budgets, device_limit, memory_job
+from megacp.training.capacity import parse_planned
 
 LAYERS = 32
 # u is 1 GiB a rank; the log-sum-exp of a layer is a 64th of that.
@@ -90,3 +91,13 @@ def test_states_on_the_host_count_against_its_budget():
     assert f"--optimizer-cpu-offload ({job.host_state_bytes / 2**30:.2f} GiB of states)" in str(error)
     (own, *_) = error.fixes
     assert own == {"host_memory_gib": pytest.approx(enough, abs=0.011)} and own["host_memory_gib"] >= enough
+
+
+@pytest.mark.parametrize(
+    "flags, gib",
+    [("--gpu-memory-limit-gib 40", 36), ("--gpu-memory-gib 38", 38), ("--gpu-memory-gib 38 --gpu-memory-limit-gib 40", 38)],
+)
+def test_a_plan_leaves_room_below_a_limit_unless_it_has_a_budget_of_its_own(flags, gib):
+    args = parse_args([*FLAGS, *flags.split()])
+    assert device_limit(args, torch.device("cpu")) == int(gib * 2**30)
+    assert parse_planned([*FLAGS, *flags.split()], "").gpu_memory_gib == pytest.approx(gib)
