@@ -109,7 +109,7 @@ class LayerCase:
 
 @dataclass(frozen=True)
 class Repetition:
-    """Seconds, and bytes alive at the most: in all, and above what was there before the layer's input."""
+    """Seconds of one layer, and bytes alive at the most: in all, and above what was there before the first layer's input."""
 
     forward_s: float
     backward_s: float
@@ -124,41 +124,51 @@ class Repetition:
 
 
 class LayerBench:
-    """The layer with random weights and all it is called with. Raises ValueError when the case cannot run here."""
+    """`layers` layers with random weights and all they are called with. Raises ValueError when the case cannot run here."""
 
-    def __init__(self, case: LayerCase, device: torch.device, dtype: torch.dtype, gauge: Gauge):
+    def __init__(self, case: LayerCase, device: torch.device, dtype: torch.dtype, gauge: Gauge, layers: int = 1):
         self.case, self.device, self.dtype, self.gauge = case, device, dtype, gauge
         config, documents = case.config, Documents(case.borders)
         q_heads, kv_heads = widest_attention_call(case.schedule)
         self.backend = select_backend(
             case.backend, device, dtype, config.kv_channels, q_heads, kv_heads, documents, query_chunks=case.query_chunk is not None
         ).name
-        self.layer = DecoderLayer(config, 0, device=device, dtype=dtype)
-        for parameter in self.layer.parameters():
+        self.layers = [DecoderLayer(config, number, device=device, dtype=dtype) for number in range(layers)]
+        for parameter in (parameter for layer in self.layers for parameter in layer.parameters()):
             with torch.no_grad():
                 parameter.normal_(std=config.init_method_std) if parameter.dim() > 1 else parameter.fill_(1.0)
-        self.context = layer_context(case, self.backend, device, dtype)
+        self.context = layer_context(case, self.backend, device, dtype, layers)
         self.last_gradient: torch.Tensor | None = None
 
-    def run(self, around=None) -> Repetition:
-        """One repetition. `around`, for a profiler: called with the name of a phase, gives a context that the phase runs in."""
-        gauge, config = self.gauge, self.case.config
+    def run(self, around=None, layers: int = 1) -> Repetition:
+        """One repetition: the first `layers` layers forward one after another, then backward, as in a step.
+
+        `around`, for a profiler: called with the name of a phase, gives a context that the phase runs in.
+        """
+        gauge, config, chosen = self.gauge, self.case.config, self.layers[:layers]
         self.last_gradient = None
         base = gauge.live_bytes()
         h_Td = torch.empty(self.case.tokens, config.hidden_size, dtype=self.dtype, device=self.device).normal_(std=INPUT_STD)
         h_Td.requires_grad_()
         out = []
         gauge.reset_peak()
-        forward_s = self._timed("forward", around, lambda: out.append(self.layer(h_Td, self.context)))
+        forward_s = self._timed("forward", around, lambda: out.append(self._forward(chosen, h_Td)))
         forward_peak = gauge.peak_bytes()
         g_Td = out[0].detach()  # the gradient takes the output's memory, as the next layer leaves it
         g_Td.normal_()
-        inputs, gradients = (h_Td, *self.layer.parameters()), []
+        inputs, gradients = (h_Td, *(parameter for layer in chosen for parameter in layer.parameters())), []
         gauge.reset_peak()
         backward_s = self._timed("backward", around, lambda: gradients.extend(torch.autograd.grad(out.pop(), inputs, g_Td)))
         backward_peak = gauge.peak_bytes()
         self.last_gradient = gradients[0]
-        return Repetition(forward_s, backward_s, forward_peak, backward_peak, forward_peak - base, backward_peak - base)
+        return Repetition(
+            forward_s / layers, backward_s / layers, forward_peak, backward_peak, forward_peak - base, backward_peak - base
+        )
+
+    def _forward(self, layers: list[DecoderLayer], h_Td: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            h_Td = layer(h_Td, self.context)
+        return h_Td
 
     def _timed(self, phase, around, call) -> float:
         if around is None:
@@ -172,8 +182,8 @@ class LayerBench:
             raise ArithmeticError(f"the gradient of the layer's input is not finite (attention {self.backend})")
 
 
-def layer_context(case: LayerCase, backend: str, device: torch.device, dtype: torch.dtype) -> LayerContext:
-    """What the layer is called with on rank 0, with an activation store for one layer."""
+def layer_context(case: LayerCase, backend: str, device: torch.device, dtype: torch.dtype, layers: int = 1) -> LayerContext:
+    """What layers are called with on rank 0, with an activation store for so many."""
     config, schedule = case.config, case.schedule
     group, documents = stand_in(case.ranks, device), Documents(case.borders)
     attention = AttentionSettings(schedule, group, documents, config.kv_channels**-0.5, backend, case.query_chunk)
@@ -184,16 +194,15 @@ def layer_context(case: LayerCase, backend: str, device: torch.device, dtype: to
         inverse_frequencies(config.kv_channels, config.rotary_base, config.rope_scaling, device),
         attention_factor(config.rope_scaling),
         case.tile_size,
-        ActivationStore([case.plan], geometry, device, case.disk_directory),
+        ActivationStore([case.plan] * layers, geometry, device, case.disk_directory),
     )
 
 
 def layer_row(case: LayerCase, bench: LayerBench, first: Repetition, repetitions: list[Repetition], ceilings: Ceilings) -> dict:
-    """Figures of a case: medians of `repetitions` by their sum, and the most memory of any. `first` may be one of them."""
+    """Figures of a case: medians of `repetitions` by their sum. Memory is that of `first`, a repetition of one layer."""
     forward_s = statistics.median(r.forward_s for r in repetitions)
     backward_s = statistics.median(r.backward_s for r in repetitions)
     seconds = statistics.median(r.seconds for r in repetitions)
-    runs = [first, *repetitions]
     u = case.tokens * case.config.hidden_size * bench.dtype.itemsize
     weight_gradients = 4 * case.config.layer_parameters()
     return {
@@ -207,9 +216,9 @@ def layer_row(case: LayerCase, bench: LayerBench, first: Repetition, repetitions
         "tokens_per_s_per_gpu": case.tokens / (case.config.num_layers * seconds),
         "model_tflops": case.model_flops / seconds / 1e12,
         "matmul_share": case.model_flops / seconds / ceilings.matmul,
-        "peak_gib": max(max(r.forward_peak, r.backward_peak) for r in runs) / GIB,
-        "forward_u": max(r.forward_added for r in runs) / u,
-        "backward_u": (max(r.backward_added for r in runs) - weight_gradients) / u,
+        "peak_gib": max(first.forward_peak, first.backward_peak) / GIB,
+        "forward_u": first.forward_added / u,
+        "backward_u": (first.backward_added - weight_gradients) / u,
         "weight_gradients_gib": weight_gradients / GIB,
         "u_gib": u / GIB,
     }

@@ -49,6 +49,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="of a rank whose queries are in flight; all: not chunked (default: all)")  # fmt: skip
     add("--mlp-tile-size", type=token_count, nargs="+", default=[8192], metavar="TOKENS", help="of a rank per step (default: 8192)")
     add("--documents", type=token_count, nargs="+", default=[1], metavar="N", help="of equal length in the sequence (default: 1)")
+    add("--layers", type=COUNT, default=1, metavar="N",
+        help="timed one after another, as in a step, where the host is ahead of the device from the second on; figures are those of one "
+        "layer (default: 1)")  # fmt: skip
     add("--attention-backend", default="auto", metavar="NAME", help="as of pretrain_llama.py")
     add("--disk-offload-dir", metavar="DIR", help="for --activation-memory disk")
     add("--no-profile", action="store_false", dest="profile",
@@ -64,6 +67,8 @@ def cases(args: argparse.Namespace) -> list[LayerCase]:
     for chunk, tile in itertools.product(args.query_chunk, args.mlp_tile_size):
         if chunk and chunk % tile:
             raise ArgumentError(f"--query-chunk {chunk} is not a multiple of --mlp-tile-size {tile}; {-(-chunk // tile) * tile} is")
+    if args.layers > 1 and not args.warmup:
+        raise ArgumentError(f"--layers {args.layers} with --warmup 0: memory is measured in the first repetition, with one layer; --warmup 1 works")
     if "disk" in args.activation_memory and args.disk_offload_dir is None:
         raise ArgumentError("--activation-memory disk needs --disk-offload-dir DIR, a directory on a local disk")
     grid = itertools.product(
@@ -82,25 +87,27 @@ def cases(args: argparse.Namespace) -> list[LayerCase]:
 def run(session: Session) -> None:
     args, runner = session.args, session.runner("layer", COLUMNS)
     for case in cases(args):
-        repetitions = args.warmup + args.repeats + args.profile
+        repetitions = args.warmup + (args.repeats + args.profile) * args.layers
         runner.run(case.describe(), case.model_flops, repetitions, partial(_measure, session, case))
 
 
 def _measure(session: Session, case: LayerCase) -> tuple[dict, list[dict]]:
     args = session.args
     with device_gauge(session.device) as gauge:
-        bench = LayerBench(case, session.device, session.dtype, gauge)
-        runs = [bench.run() for _ in range(args.warmup + args.repeats)]
+        bench = LayerBench(case, session.device, session.dtype, gauge, args.layers)
+        runs = [bench.run(layers=args.layers if number else 1) for number in range(args.warmup + args.repeats)]
         bench.check_finite()
         row = layer_row(case, bench, runs[0], runs[args.warmup :], session.ceilings)
         if not args.profile:
             return row, []
         profile = KernelProfile(session.device)
-        bench.run(around=profile)
+        bench.run(around=profile, layers=args.layers)
     (attention_forward, attention_backward), (gemm_forward, gemm_backward) = case.attention_flops, gemm_flops(case)
     flops = {
-        "forward": {ATTENTION: attention_forward, GEMM: gemm_forward},
-        "backward": {ATTENTION: attention_backward, GEMM: gemm_backward},
+        "forward": {ATTENTION: args.layers * attention_forward, GEMM: args.layers * gemm_forward},
+        "backward": {ATTENTION: args.layers * attention_backward, GEMM: args.layers * gemm_backward},
     }
     parts = roofline(profile.phases, flops, session.ceilings)
+    for part in parts:
+        part |= {name: part[name] / args.layers for name in ("busy_s", "exposed_s", "count", "work") if name in part}
     return row | {"outside_share": outside_share(parts)}, parts

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from megacp.benchmark import layer_bench
 from megacp.benchmark.ceilings import Ceilings
 from megacp.benchmark.layer_bench import LayerBench, LayerCase, Repetition, gemm_flops, layer_row
 from megacp.memory.counting import AllocationCounter
@@ -90,7 +91,21 @@ def test_a_gradient_that_is_no_number_is_told():
         bench.run()
         bench.check_finite()
         with torch.no_grad():
-            bench.layer.down_proj.fill_(float("nan"))
+            bench.layers[0].down_proj.fill_(float("nan"))
         bench.run()
     with pytest.raises(ArithmeticError, match="not finite"):
         bench.check_finite()
+
+
+def test_layers_one_after_another_are_told_by_the_layer(monkeypatch):
+    def six_seconds(call, device):
+        call()
+        return 6.0
+
+    monkeypatch.setattr(layer_bench, "seconds_of", six_seconds)
+    with AllocationCounter() as counter:
+        bench = LayerBench(CASE, CPU, torch.float32, counter, layers=3)
+        alone, all_three = bench.run(), bench.run(layers=3)
+    assert (alone.seconds, all_three.forward_s, all_three.backward_s) == (12.0, 2.0, 2.0)
+    assert all_three.forward_peak > alone.forward_peak  # three layers' tensors are kept
+    bench.check_finite()
