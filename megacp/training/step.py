@@ -116,8 +116,9 @@ def layer_context(
         query_chunks=settings.query_chunk is not None, deterministic=settings.deterministic,
     )  # fmt: skip
     attention = AttentionSettings(
-        schedule, parallel_state.get_ulysses_group(), documents, config.kv_channels**-0.5, backend.name, settings.query_chunk
-    )
+        schedule, parallel_state.get_ulysses_group(), documents, config.kv_channels**-0.5, backend.name, settings.query_chunk,
+        deterministic=settings.deterministic,
+    )  # fmt: skip
     inv_freq_D2 = inverse_frequencies(config.kv_channels, config.rotary_base, config.rope_scaling, device)
     position_ids_T = batch.position_ids_T.to(device)
     factor = attention_factor(config.rope_scaling)
