@@ -106,7 +106,7 @@ def test_the_tour_runs_as_written(tmp_path):
     assert f"{TOKENS} tokens" in shown
 
 
-PAGES = ("README.md", "docs/data.md", "docs/performance.md")
+PAGES = ("README.md", "docs/attention.md", "docs/data.md", "docs/performance.md")
 
 
 @pytest.mark.parametrize("page", PAGES)

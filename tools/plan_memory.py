@@ -16,9 +16,9 @@
       total                     39.23   of 72.00: 32.77 to spare
 
 All flags of pretrain_llama.py that change memory count here as there, and the same checks refuse what cannot run. The layer's own
-code is run on PyTorch's meta device and its allocations are counted; a sequence is one document, which takes most (GPU kernels
-refuse one of 2^31 / head dim tokens or more: 16.7 million at 128). --context-parallel-size is, unless given, the largest that
-divides the GPUs and fits the heads.
+code is run on PyTorch's meta device and its allocations are counted; a sequence is one document (GPU kernels refuse one of
+2^31 / head dim tokens or more: 16.7 million at 128; many short ones pad the sums of attention's backward, see docs/attention.md).
+--context-parallel-size is, unless given, the largest that divides the GPUs and fits the heads.
 
 Budgets are those of one rank, as in training: a node of 8 GPUs and 1 TiB of host memory has 128 GiB a rank, less what the system
 needs. --gpu-memory-gib is all planned with; what CUDA, NCCL and the allocator take comes on top, for which training leaves a
