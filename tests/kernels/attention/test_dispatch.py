@@ -98,7 +98,8 @@ def test_auto_takes_what_is_deterministic(gpu, capability, installed, expected):
 def test_what_is_not_deterministic_is_refused(gpu, requested):
     device = gpu((9, 0), "fa4", "fa3", "fa2")
     assert choose(device, requested=requested).name == requested
-    with pytest.raises(ValueError, match=f"{requested} cannot serve .*: --deterministic: .*; auto or fa4, torch, fa2, reference can"):
+    message = f"{requested} cannot serve .*: --deterministic: .*; auto or fa4, torch, fa2, reference can"
+    with pytest.raises(ValueError, match=message):
         choose(device, requested=requested, deterministic=True)
 
 
