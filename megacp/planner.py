@@ -121,7 +121,16 @@ class Prediction:
 
 def predict(job: Job, plans: list[LayerPlan]) -> Prediction:
     """The peak of a training step whose layer `i` keeps its activations by `plans[i]`."""
-    peak = max(_moments(job, plans), key=lambda moment: moment.total)
+    return _prediction(job, plans, max(_moments(job, plans), key=lambda moment: moment.total))
+
+
+def predict_phases(job: Job, plans: list[LayerPlan]) -> dict[str, Prediction]:
+    """The peak of each kind of moment by its name: "layer forward", "layer backward", "head", "embedding backward"."""
+    ascending = sorted(_moments(job, plans), key=lambda moment: moment.total)
+    return {name: _prediction(job, plans, peak) for name, peak in {moment.name: moment for moment in ascending}.items()}
+
+
+def _prediction(job: Job, plans: list[LayerPlan], peak: "_Moment") -> Prediction:
     parts = {
         "states": 0 if job.states_on_host else STATE_BYTES * job.config.parameter_count() // job.sharding_ranks,
         "gradients": 0 if job.states_on_host else GRADIENT_BYTES * peak.gradients // job.sharding_ranks,
@@ -237,7 +246,8 @@ def table(plans: list[LayerPlan]) -> list[str]:
 
 
 def layer_peaks(job: Job, plan: LayerPlan) -> LayerCount:
-    """One layer, counted. On the device it makes no difference whether the rest is on host or disk."""
+    """One layer, counted. On the device it makes no difference whether the rest is on host or disk, nor how many layers there are."""
+    job = replace(job, config=replace(job.config, num_layers=1))
     return count_layer(job, replace(plan, **{name: HOST for name in KEPT if getattr(plan, name) == DISK}))
 
 
