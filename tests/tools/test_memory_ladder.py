@@ -1,90 +1,120 @@
-"""The ladder's bars against hand counts and the planner; the picture is there and says what each bar is."""
+"""The ladder's table, picture and JSON: what was measured, what was predicted and why; a run that is ended keeps what it has."""
 
 import importlib.util
-from dataclasses import replace
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import matplotlib.image
 import pytest
 
-from megacp.memory.policy import HOST, PLANS, RECOMPUTE, LayerPlan
 from megacp.memory.units import GIB
-from megacp.planner import predict
-from megacp.planning.host_states import host_state_bytes
+from megacp.planning.ladder import PARTS, ladder
 from megacp.training.capacity import job_of, parse_planned
 
 TOOL = Path(__file__).parents[2] / "tools" / "memory_ladder.py"
-FLAGS = "--model llama-tiny --mlp-tile-size 1024 --loss-tile-size 1024 --seq-length 65536".split()
+FLAGS = "--model llama-tiny --vocab-size 512 --mlp-tile-size 512 --loss-tile-size 512 --seq-length 4096".split()
+FORMULA, NO_CODE = ("baseline", "+ FSDP", "+ Ulysses"), "megacp has no such code"
 
 
 @pytest.fixture(scope="module")
 def tool():
     spec = importlib.util.spec_from_file_location("memory_ladder", TOOL)
     module = importlib.util.module_from_spec(spec)
+    sys.modules["memory_ladder"] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
 
-@pytest.fixture(scope="module")
-def job():
-    return job_of(parse_planned(FLAGS, ""), 4, 65536)[1]
+def rungs_of(out: Path) -> dict[str, dict]:
+    return {rung["name"]: rung for rung in json.loads((out / "memory_ladder.json").read_text())["rungs"]}
 
 
-@pytest.fixture(scope="module")
-def rungs(tool, job):
-    return {rung.name: rung for rung in tool.ladder(job)}
-
-
-def test_every_rung_takes_less_than_the_one_before(rungs):
-    totals = [rung.total for rung in rungs.values()]
-    assert totals == sorted(totals, reverse=True) and len(set(totals)) == len(totals) == 9
-    assert [rung.how for rung in rungs.values()] == ["formula"] * 3 + ["counted"] * 6
-
-
-def test_counted_bars_are_the_planners(tool, rungs, job):
-    lean = predict(job, [PLANS["lean"]] * 4)
-    assert rungs["+ saved attention, lean"].total == lean.device_bytes
-    assert rungs["+ saved attention, lean"].host_bytes == lean.host_bytes
-    away = LayerPlan(h=HOST, output=RECOMPUTE, lse=RECOMPUTE)
-    assert rungs["+ UPipe"].total == predict(job, [away] * 4).device_bytes
-    assert rungs["+ recompute"].parts["kept activations"] == 4 * job.unit  # h of each layer
-    parts = rungs["+ saved attention, lean"].parts
-    buffers = sum(parts.get(part, 0) for part in ("hidden states", "attention", "weight gradients", "tiles", "output head"))
-    assert buffers == lean.parts["buffers"]
-    assert set(parts) <= set(tool.COLORS), "a part without a colour is not drawn"
-
-
-def test_states_leave_for_the_host_on_a_rung_of_their_own(tool, job, rungs):
-    *before, last = tool.ladder(replace(job, states_on_host=True))
-    assert before == list(rungs.values())
-    assert last.name == "+ optimizer on the host" and last.parts["states"] == 0 < before[-1].parts["states"]
-    assert last.host_bytes - before[-1].host_bytes == host_state_bytes(job.config, 4)
-
-
-def test_the_baseline_by_hand(rungs, job):
-    # d 256, 8 heads of 32 (H·D 256), 4 KV heads (K·D 128), F 768; 4 layers; 65,536 tokens
-    kept = 4 * 65536 * 2 * (4 * 256 + 2 * 256 + 2 * 128 + 4 * 768)
-    assert rungs["baseline"].parts["kept activations"] == rungs["+ FSDP"].parts["kept activations"] == kept
-    assert rungs["+ Ulysses"].parts["kept activations"] == kept // 4
-    assert rungs["baseline"].parts["states"] == 12 * job.config.parameter_count() == 4 * rungs["+ FSDP"].parts["states"]
-    assert rungs["baseline"].parts["output head"] == 65536 * 4096 * 10
-
-
-def test_one_command_makes_table_and_picture(tool, tmp_path, monkeypatch, capsys, rungs):
+def test_predicted_table_picture_and_json(tool, tmp_path, monkeypatch, capsys):
     figures = []
     monkeypatch.setattr(tool.plt, "close", figures.append)
-    output = tmp_path / "a folder" / "ladder.png"
-    assert tool.main([*FLAGS, "--gpus", "4", "--gpu-memory-gib", "0.5", "--output", str(output)]) == 0
+    out = tmp_path / "a folder" / "ladder"
+    assert tool.main([*FLAGS, "--gpus", "4", "--gpu-memory-gib", "0.05", "--measure", "none", "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
+    rungs = ladder(job_of(parse_planned(FLAGS, ""), 4, 4096)[1])
     assert len({len(line) for line in lines[:10]}) == 1  # aligned
-    for line, rung in zip(lines[1:10], rungs.values(), strict=True):
-        assert line.startswith(rung.name) and f" {rung.how} " in line and f"{rung.total / GIB:.1f}" in line
-    pixels = matplotlib.image.imread(output)
+    for line, rung in zip(lines[1:10], rungs, strict=True):
+        assert line.startswith(rung.name) and f" {rung.how} " in line and f"{rung.total / GIB:.4f}" in line
+    assert not any(line.startswith(("measured", "not measured")) for line in lines)
+    pixels = matplotlib.image.imread(out / "memory_ladder.png")
     assert pixels.shape[0] >= 600 and pixels.shape[1] >= 1200
-    left, right = figures[0].axes
-    assert [tick.get_text() for tick in left.get_yticklabels()] == [f"{rung.name}\n({rung.how})" for rung in rungs.values()]
+    left, right = figures[-1].axes
+    assert [tick.get_text() for tick in left.get_yticklabels()] == [f"{rung.name}\n(predicted: {rung.how})" for rung in rungs]
+    assert all(patch.get_hatch() for patch in (*left.patches, *right.patches))
     assert any("on the host" in text.get_text() for text in right.texts)
-    assert "measured" not in " ".join(lines)
+    found = rungs_of(out)
+    assert [found[rung.name]["predicted_bytes"] for rung in rungs] == [rung.total for rung in rungs]
+    assert not any(rung["measured"] for rung in found.values()) and set(tool.COLORS) == set(PARTS)
+
+
+def test_a_measured_ladder_says_so_and_a_second_run_takes_what_is_there(tool, tmp_path, monkeypatch, capsys):
+    flags = [*FLAGS, "--gpus", "4", "--gpu-memory-gib", "0.05", "--measure", "cpu", "--measure-layers", "2", "--out", str(tmp_path)]
+    figures = []
+    monkeypatch.setattr(tool.plt, "close", figures.append)
+    assert tool.main([*flags, "--time-budget-s", "1e-9"]) == 0
+    reasons = {rung["not_measured_because"] for rung in rungs_of(tmp_path).values()}
+    assert reasons == {NO_CODE, "--time-budget-s 1e-09 was over"}
+    assert f"not measured: {', '.join(FORMULA)}: {NO_CODE}" in capsys.readouterr().out.splitlines()
+
+    measure, name = tool.LadderRehearsals.measure, "+ query chunks"
+
+    def one(self, rung, seconds):  # so that the test is short
+        if rung.name == name or rung.job is None:
+            return measure(self, rung, seconds)
+        raise tool.NotMeasured("out of GPU memory: a lot")
+
+    monkeypatch.setattr(tool.LadderRehearsals, "measure", one)
+    assert tool.main(flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = rungs_of(tmp_path)
+    assert [other for other in found if found[other]["measured"]] == [name]
+    rung = found[name]
+    assert rung["measured_bytes"] == pytest.approx(rung["predicted_bytes"], rel=0.01)
+    assert rung["prediction_off"] == pytest.approx(rung["predicted_bytes"] / rung["measured_bytes"] - 1)
+    assert rung["rehearsal"]["layers"] == 2 and rung["rehearsal"]["device"] == "cpu"
+    (line,) = [line for line in lines if line.startswith(name) and " measured, 2 of 4 layers " in line]
+    assert f"{rung['measured_bytes'] / GIB:.4f}" in line
+    assert any(line.startswith("measured: 2 of 4 layers rehearsed on cpu, attention stub-fa4; states") for line in lines)
+    assert any(line.startswith("not measured: + recompute, + offload") and line.endswith(": a lot") for line in lines)
+    left, right = figures[-1].axes
+    assert [bool(patch.get_hatch()) for patch in left.patches] == [other != name for other in found]
+    assert len(right.lines) == 2  # the budget, and a mark on the measured bar
+
+    assert tool.main([*flags, "--resume", "--rung-time-s", "0.01"]) == 0  # no time to measure it again
+    assert rungs_of(tmp_path)[name] == rung
+    assert tool.main([*flags, "--rung-time-s", "0.01"]) == 0
+    assert rungs_of(tmp_path)[name]["not_measured_because"] == "not done after 0.01 s"
+
+
+def test_a_run_that_is_ended_takes_its_rehearsal_along_and_leaves_files(tmp_path):
+    flags = [*FLAGS, "--gpus", "4", "--measure", "cpu", "--out", str(tmp_path)]
+    run = subprocess.Popen([sys.executable, str(TOOL), *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                           env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    log = tmp_path / "rehearsals" / "query-chunks.log"
+    for _ in range(600):
+        if log.exists() or run.poll() is not None:
+            break
+        time.sleep(0.1)
+    (rehearsal,) = children_of(run.pid)
+    run.send_signal(signal.SIGTERM)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 130, err
+    assert "interrupted" in err and "baseline" in out
+    assert not Path(f"/proc/{rehearsal}").exists()
+    assert len(rungs_of(tmp_path)) == 9 and (tmp_path / "memory_ladder.png").exists()
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_errors_name_the_flag(tool, capsys, tmp_path):
@@ -92,3 +122,5 @@ def test_errors_name_the_flag(tool, capsys, tmp_path):
     assert "--seq-length is missing; --seq-length 1048576 works" in capsys.readouterr().err
     assert tool.main([*FLAGS, "--gpus", "6", "--context-parallel-size", "3"]) == 1
     assert "--context-parallel-size 3 does not divide" in capsys.readouterr().err
+    assert tool.main([*FLAGS, "--gpus", "4", "--measure-layers", "1", "--out", str(tmp_path / "x")]) == 1
+    assert "--measure-layers 1 has no layer between two others; 2 works" in capsys.readouterr().err
