@@ -29,11 +29,11 @@ cd "$(dirname "$0")/.."
 if [ -z "${PYTHON:-}" ]; then . examples/setup_env.sh || exit 1; fi
 export PYTHON PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$OUT"
-limits=(--gpu-memory-limit-gib "$LIMIT_GIB" --host-memory-gib "$HOST_GIB" --device "$DEVICE")
+common=(--gpu-memory-limit-gib "$LIMIT_GIB" --host-memory-gib "$HOST_GIB" --attention-mask causal --device "$DEVICE")
 job=(--model "$MODEL" --context-parallel-size "$NPROC" --mock-data --attention-mask causal $MEMORY --device "$DEVICE")
 
 measure() {  # measure NAME FLAGS...: examples/measure_gpus.sh with what is in the environment
-  NPROC=$NPROC MODEL=$MODEL OUT=$OUT/$1 TIME_LIMIT_S=$TIME_LIMIT_S bash examples/measure_gpus.sh "${limits[@]}" "${@:2}"
+  NPROC=$NPROC MODEL=$MODEL OUT=$OUT/$1 TIME_LIMIT_S=$TIME_LIMIT_S bash examples/measure_gpus.sh "${common[@]}" "${@:2}"
 }
 
 stub() {  # stub TOKENS: one step of a rank, rehearsed; 0 fits, 1 does not, other codes are other troubles

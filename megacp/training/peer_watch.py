@@ -13,8 +13,8 @@
 
 Each rank holds a TCP connection to rank 0, which passes on what it hears. The system closes the connections of a process that is
 gone, however it went; its keep-alive probes tell of a host that is gone in half a minute. A rank that computes, saves or is stopped
-for an hour is not gone, so there is no heartbeat that could come late. A thread listens, and ends the process itself: the main thread
-may be in a collective or wait for the GPU, and a launcher's SIGTERM would only make it wish to finish the step.
+for an hour is not gone, so there is no heartbeat that could come late. A thread listens, and ends the process itself: the main
+thread may be in a collective or wait for the GPU, and a launcher's SIGTERM would only make it wish to finish the step.
 """
 
 import os
@@ -25,16 +25,19 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
-from megacp.checkpointing.agreement import RankFailure, agreement_group, together
 from megacp.data.batch import PackedBatch
 
 RUN_ERROR = 1  # exit code
 GRACE_SECONDS = 5.0  # when ranks find the same error, each has its own to tell, and one of them the most telling
 CAUSE_SECONDS = 1.0  # a failed collective may be heard of before the end of the peer that made it fail
-CONNECT_SECONDS = 60.0
+HEARING_SECONDS = 0.2  # for others to hear of an end from rank 0, before they hear of rank 0's
+GOODBYE_SECONDS = 2.0  # at most, for the others' ends of the connections to close
+CONNECT_SECONDS, INTRODUCTION_SECONDS = 300.0, 10.0
+MEETING_POINT = "rank 0 listens"
 # Of the system's probes on an idle connection: after 10 s, every 5 s, gone after 4 without an answer.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 LEAVING, FAILING, ENDED, SILENT = "leaving", "failing", "ended", "silent"
@@ -62,6 +65,7 @@ class PeerWatch:
         self._said: set[int] = set()  # ranks that told of their end
         self._failed: tuple[int, float] | None = None  # the first rank that said so, and when this one must have ended
         self._failing = self._closing = False  # this rank
+        self._close_by = 0.0
         self._peer_ended = threading.Event()
         self._sending = threading.Lock()
         self._connections: dict[int, socket.socket] = {}
@@ -83,7 +87,10 @@ class PeerWatch:
         if not self._connections:
             return
         if kind is None:
+            self._close_by, self._closing = time.monotonic() + GOODBYE_SECONDS, True
             self._say(LEAVING, self._rank)
+            for connection in self._connections.values():
+                _say_no_more(connection)
         else:
             self._failing = True
             self._say(FAILING, self._rank)
@@ -103,10 +110,12 @@ class PeerWatch:
         self._where = self._where.replace("during", "after")
 
     def _listen(self) -> None:
-        while not self._closing:
+        while not self._closing or (len(self._selector.get_map()) > 1 and time.monotonic() < self._close_by):
             left = None if self._failed is None or self._failing else max(0.0, self._failed[1] - time.monotonic())
-            for key, _ in self._selector.select(left):
-                if key.data is not None:
+            for key, _ in self._selector.select(GOODBYE_SECONDS if self._closing else left):
+                if key.data is None:
+                    key.fileobj.recv(1)
+                else:
                     self._read(key.fileobj, *key.data)
             if self._failed is not None and not self._failing and time.monotonic() >= self._failed[1]:
                 self._end(self._failed[0], "with an error of its own, which it printed")
@@ -127,11 +136,13 @@ class PeerWatch:
             self._hear(word, int(about))
         if not received:
             self._selector.unregister(connection)
-            if rank not in self._said:
+            if rank not in self._said and not self._closing:  # a connection also ends as the answer to this rank's leaving
                 self._hear(end, rank)
 
     def _hear(self, word: str, rank: int) -> None:
         self._said.add(rank)
+        if word == LEAVING:
+            _say_no_more(self._connections[rank])
         if self._rank == 0 and word != LEAVING:
             self._say(word, rank)
         if word == FAILING and self._failed is None:
@@ -155,35 +166,44 @@ class PeerWatch:
         os.write(2, text.encode())
         self._peer_ended.set()
         if not self._failing:
+            time.sleep(HEARING_SECONDS if self._rank == 0 else 0.0)
             os._exit(RUN_ERROR)
 
 
+def _say_no_more(connection: socket.socket) -> None:
+    """The other side hears the end after what was said; a connection closed with words unheard might lose those under way."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_WR)
+
+
 def _meet() -> tuple[list[Peer], dict[int, socket.socket]]:
-    """All ranks by number, and connections by rank: rank 0's to all others, theirs to it."""
-    rank = dist.get_rank()
-    server = _server() if rank == 0 else None
-    port, token = (server.getsockname()[1], secrets.token_hex()) if server else (0, "")
+    """All ranks by number, and connections by rank: rank 0's to all others, theirs to it. By the store that made the groups."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore("peer_watch", dist.distributed_c10d._get_default_store())
+    store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
     try:
-        with agreement_group() as group:
-            met = together(group, lambda: (socket.gethostname(), os.getpid(), port, token))
-            _, _, port, token = met[0]
-            connections: dict[int, socket.socket] = {}
-            connect = (lambda: _accepted(server, len(met) - 1, token)) if server else (lambda: _called(rank, port, token))
-            together(group, lambda: connections.update(connect()))
-    except RankFailure as failure:
+        store.set(f"rank {rank}", f"{socket.gethostname()} {os.getpid()}")
+        if rank == 0:
+            with _server() as server:
+                token = secrets.token_hex()
+                store.set(MEETING_POINT, f"{server.getsockname()[1]} {token}")
+                connections = _accepted(server, ranks - 1, token)
+            store.delete_key(MEETING_POINT)
+        else:
+            port, token = store.get(MEETING_POINT).decode().split()
+            connections = {0: _called(rank, int(port), token)}
+        people = [store.get(f"rank {number}").decode().split() for number in range(ranks)]
+    except (OSError, dist.DistStoreError) as error:
         raise ConnectionError(
-            f"the ranks cannot watch each other: {failure}; a MASTER_ADDR that all of them can reach works"
-        ) from failure
-    finally:
-        if server:
-            server.close()
+            f"rank {rank} did not meet the others, to watch whether they live: {error}; a MASTER_ADDR that all can reach works"
+        ) from error
     for connection in connections.values():
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in KEEP_ALIVE.items():
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    return [Peer(number, host, pid) for number, (host, pid, _, _) in enumerate(met)], connections
+    return [Peer(number, host, int(pid)) for number, (host, pid) in enumerate(people)], connections
 
 
 def _server() -> socket.socket:
@@ -198,9 +218,8 @@ def _accepted(server: socket.socket, count: int, token: str) -> dict[int, socket
     while len(connections) < count:
         server.settimeout(max(0.1, deadline - time.monotonic()))
         connection, _ = server.accept()
-        connection.settimeout(CONNECT_SECONDS)
-        with connection.makefile("rb") as first:
-            word, _, rank = first.readline(200).decode(errors="replace").partition(" ")
+        connection.settimeout(INTRODUCTION_SECONDS)
+        word, _, rank = _first_line(connection).partition(" ")
         if word == token:
             connections[int(rank)] = connection
         else:
@@ -208,7 +227,16 @@ def _accepted(server: socket.socket, count: int, token: str) -> dict[int, socket
     return connections
 
 
-def _called(rank: int, port: int, token: str) -> dict[int, socket.socket]:
+def _first_line(connection: socket.socket) -> str:
+    """And not a byte more: the next words are for the thread that listens."""
+    line = b""
+    with suppress(OSError):  # silent or gone: no introduction
+        while not line.endswith(b"\n") and len(line) < 200 and (byte := connection.recv(1)):
+            line += byte
+    return line.decode(errors="replace")
+
+
+def _called(rank: int, port: int, token: str) -> socket.socket:
     connection = socket.create_connection((os.environ.get("MASTER_ADDR", "127.0.0.1"), port), timeout=CONNECT_SECONDS)
     connection.sendall(f"{token} {rank}\n".encode())
-    return {0: connection}
+    return connection
