@@ -180,9 +180,9 @@ def _meet() -> tuple[list[Peer], dict[int, socket.socket]]:
     """All ranks by number, and connections by rank: rank 0's to all others, theirs to it. By the store that made the groups."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("peer_watch", dist.distributed_c10d._get_default_store())
-    store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
+    names, patience = [f"rank {number}" for number in range(ranks)], timedelta(seconds=CONNECT_SECONDS)
     try:
-        store.set(f"rank {rank}", f"{socket.gethostname()} {os.getpid()}")
+        store.set(names[rank], f"{socket.gethostname()} {os.getpid()}")
         if rank == 0:
             with _server() as server:
                 token = secrets.token_hex()
@@ -190,9 +190,11 @@ def _meet() -> tuple[list[Peer], dict[int, socket.socket]]:
                 connections = _accepted(server, ranks - 1, token)
             store.delete_key(MEETING_POINT)
         else:
+            store.wait([MEETING_POINT], patience)
             port, token = store.get(MEETING_POINT).decode().split()
             connections = {0: _called(rank, int(port), token)}
-        people = [store.get(f"rank {number}").decode().split() for number in range(ranks)]
+        store.wait(names, patience)
+        people = [store.get(name).decode().split() for name in names]
     except (OSError, dist.DistStoreError) as error:
         raise ConnectionError(
             f"rank {rank} did not meet the others, to watch whether they live: {error}; a MASTER_ADDR that all can reach works"
