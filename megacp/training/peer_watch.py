@@ -75,8 +75,8 @@ class PeerWatch:
             return self
         self._peers, self._connections = _meet()
         self._selector = selectors.DefaultSelector()
-        self._wake, woken = socket.socketpair()
-        self._selector.register(woken, selectors.EVENT_READ)
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
         for rank, connection in self._connections.items():
             self._selector.register(connection, selectors.EVENT_READ, (rank, bytearray()))
         self._thread = threading.Thread(target=self._listen, name="peers", daemon=True)
@@ -100,8 +100,8 @@ class PeerWatch:
         self._closing = True
         self._wake.send(b"x")
         self._thread.join()
-        for connection in self._connections.values():
-            connection.close()
+        for closed in (*self._connections.values(), self._wake, self._woken, self._selector):
+            closed.close()
 
     def start_step(self, step: int, batches: list[PackedBatch]) -> None:
         self._where = f"during step {step}"
