@@ -11,15 +11,15 @@
 All figures are GiB of one rank at its peak. Where there is a GPU (--measure auto), each rung that megacp can run is rehearsed on
 it, without the attention's arithmetic: one step of --measure-layers layers, of all where the model has no more. What the other
 layers add is counted: states, gradients and kept activations. A rung that runs out of memory or time keeps its prediction, and the
-table says why. The leanest rung is measured first, and a run that is ended draws what it has; --resume goes on in the same folder.
---measure cpu counts the allocations of small models, --measure none only predicts.
+table says why. The leanest rung is measured first, and a run that is ended draws what it has; --resume goes on in the same folder,
+and with --measure none takes what is there. --measure cpu counts the allocations of small models, --measure none only predicts.
 
 Predictions: `counted` runs megacp's own code on PyTorch's meta device, as tools/plan_memory.py does; `formula` is for the first
 three rungs, which megacp has no code for (megacp/planning/ladder.py has it). The parts of a bar are predicted, a line marks what
-was measured. From recompute on, which keeps each layer's h and makes the rest again with all heads at once and neither MLP nor head in
-tiles, flags of pretrain_llama.py that change memory count here as there: --mlp-tile-size from the tiling rung on,
+was measured. From recompute on, which keeps each layer's h and makes the rest again with all heads at once and neither MLP nor head
+in tiles, flags of pretrain_llama.py that change memory count here as there: --mlp-tile-size from the tiling rung on,
 --upipe-heads-per-stage from UPipe's on, --upipe-query-chunk on its own rung (unless given, an eighth of a rank's tokens),
---optimizer-cpu-offload on one more. Needs matplotlib.
+--optimizer-cpu-offload on one more. The picture needs matplotlib.
 """
 
 import argparse
@@ -30,14 +30,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # a picture, no window
-matplotlib.rcParams["hatch.linewidth"] = 0.7
-
-import matplotlib.pyplot as plt
 import torch
-from matplotlib.patches import Patch
 
 from megacp.argument_checks import ArgumentError
 from megacp.arguments import COUNT, POSITIVE
@@ -136,6 +129,13 @@ def notes(bars: list[Bar]) -> list[str]:
 
 def draw(bars: list[Bar], title: str, budget_gib: float, output: Path) -> None:
     """Left: all totals on a logarithmic axis. Right: the parts on a linear one that ends a little above the budget."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a picture, no window
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    matplotlib.rcParams["hatch.linewidth"] = 0.7
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(14, 6.5), dpi=110, sharey=True, gridspec_kw={"width_ratios": [1, 2.2]}, layout="constrained"
     )
@@ -238,17 +238,19 @@ def main(argv: list[str] | None = None) -> int:
         bars = [Bar(rung) for rung in ladder(job)]
         asked.out.mkdir(parents=True, exist_ok=True)
         device = _device(asked.measure)
+        measures = device or asked.resume
         about = {"model": job.config.name, "seq_length": args.seq_length, "gpus": asked.gpus,
                  "context_parallel_size": filled.context_parallel_size, "gpu_memory_gib": args.gpu_memory_gib}  # fmt: skip
         picture, table = asked.out / "memory_ladder.png", asked.out / "memory_ladder.json"
         title = (
             f"{job.config.name}, {args.seq_length:,} tokens on {asked.gpus} GPUs (context {filled.context_parallel_size}): "
-            f"{'peak' if device else 'predicted peak'} of one rank"
+            f"{'peak' if measures else 'predicted peak'} of one rank"
         )
 
         interrupted = False
-        if device:
-            print(f"predicted in {time.monotonic() - start:.1f} s; rehearsing on the {device}", flush=True)
+        if measures:
+            doing = f"rehearsing on the {device}" if device else f"taking what {asked.out} has"
+            print(f"predicted in {time.monotonic() - start:.1f} s; {doing}", flush=True)
             context = filled.context_parallel_size, args.seq_length
             rehearsals = LadderRehearsals(flags, *context, device, asked.measure_layers, asked.out / "rehearsals", asked.resume)
             try:
@@ -256,19 +258,22 @@ def main(argv: list[str] | None = None) -> int:
             except KeyboardInterrupt:
                 interrupted = True
         table.write_text(json.dumps(about | {"rungs": record(bars)}, indent=2) + "\n", encoding="utf-8")
-        draw(bars, title, args.gpu_memory_gib, picture)
     except (ArgumentError, PretrainedError, OSError) as error:
         print(f"memory_ladder: {error}", file=sys.stderr)
         return 1
     print("\n".join(text_table(bars)))
-    print(f"wrote {picture}, {table}")
+    try:
+        draw(bars, title, args.gpu_memory_gib, picture)
+        print(f"wrote {picture}, {table}")
+    except ImportError as error:
+        print(f"wrote {table}, no picture ({error}); with matplotlib, --measure none --resume --out {asked.out} draws it")
     if interrupted:
         print("memory_ladder: interrupted; the rungs measured so far are there, --resume measures the others", file=sys.stderr)
     return INTERRUPTED if interrupted else 0
 
 
 def _device(measure: str) -> str | None:
-    """Where to rehearse; None: nowhere."""
+    """Where to rehearse; None: nowhere, though --resume may find reports."""
     if measure == "auto":
         return "cuda" if torch.cuda.is_available() else None
     return "cpu" if measure == "cpu" else None

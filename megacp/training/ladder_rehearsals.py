@@ -10,7 +10,8 @@ phase, which is made of these alone, and the highest phase is the bar. With all 
 allocations are counted.
 
 The folder has a rung's report and log, `query-chunks.json` and `query-chunks.log`. With `resume` a report that is there already is
-taken for its rung when it is of the same job on the same kind of device.
+taken for its rung when it is of the same job on the same kind of device; without a device nothing is rehearsed, and a report from
+any, of any number of layers, is taken.
 """
 
 import argparse
@@ -19,6 +20,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,12 +57,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class LadderRehearsals:
-    """`flags`: those of the user for pretrain_llama.py. `device`: cuda or cpu. `layers`: at most the model's are rehearsed."""
+    """`flags`: the user's for pretrain_llama.py. `device`: cuda, cpu or None. `layers`: at most the model's are rehearsed."""
 
     flags: list[str]
     context_parallel_size: int
     seq_length: int
-    device: str
+    device: str | None
     layers: int
     folder: Path
     resume: bool = False
@@ -76,6 +79,8 @@ class LadderRehearsals:
         short = replace(rung.job, config=replace(rung.job.config, num_layers=min(self.layers, rung.job.config.num_layers)))
         command = self.command(short, rung.plan, report)
         if not (self.resume and self._is_of(report, short, rung.plan)):
+            if self.device is None:
+                raise NotMeasured(f"{self.folder} has no report of it")
             report.unlink(missing_ok=True)
             _run(command, log, seconds)
         return of_all_layers(rung, str(report), command)
@@ -84,7 +89,7 @@ class LadderRehearsals:
         """What rehearses one step of `job` with every layer on `plan`."""
         memory, granularity = _flags_of(plan)
         taken = {
-            "--num-layers": job.config.num_layers, "--seq-length": self.seq_length, "--device": self.device,
+            "--num-layers": job.config.num_layers, "--seq-length": self.seq_length, "--device": self.device or "auto",
             "--context-parallel-size": self.context_parallel_size, "--rehearse-world-size": job.sharding_ranks,
             "--rehearse-attention": "stub", "--rehearse-json": report, "--train-iters": 1, "--attention-mask": "causal",
             "--activation-memory": memory, "--recompute-granularity": granularity, "--mlp-tile-size": job.tile_size,
@@ -112,8 +117,10 @@ class LadderRehearsals:
             found = read_rehearsal(str(report))
         except ArgumentError:  # half a file of a run that was ended
             return False
+        if self.device is None:
+            job = replace(job, config=replace(job.config, num_layers=found.job.config.num_layers))
         same_job = replace(found.job, kernel=job.kernel) == job and found.plans == [plan] * job.config.num_layers
-        return same_job and (found.device == "cpu") == (self.device == "cpu")
+        return same_job and self.device in (None, "cpu" if found.device == "cpu" else "cuda")
 
 
 def of_all_layers(rung: Rung, report: str, command: list[str]) -> Measured:
@@ -140,18 +147,34 @@ def _flags_of(plan: LayerPlan) -> tuple[str, str]:
 
 def _run(command: list[str], log: Path, seconds: float) -> None:
     """Ends the process, and what it started, when time is over or this one is interrupted."""
+    process = None
     with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
+            with _interrupts_held():
+                process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
             code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             raise NotMeasured(f"not done after {seconds:.3g} s") from None
         finally:
-            if process.poll() is None:
+            if process is not None and process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     if code:
         raise NotMeasured(_reason(log.read_text(encoding="utf-8", errors="replace"), code))
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """A process started in the block is known before an interruption: that is acted on afterwards."""
+    held = []
+    handlers = {number: signal.signal(number, lambda number, _: held.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in held:
+        signal.raise_signal(number)
 
 
 def _reason(log: str, code: int) -> str:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import matplotlib.image
+import matplotlib.pyplot
 import pytest
 
 from megacp.memory.units import GIB
@@ -36,7 +37,7 @@ def rungs_of(out: Path) -> dict[str, dict]:
 
 def test_predicted_table_picture_and_json(tool, tmp_path, monkeypatch, capsys):
     figures = []
-    monkeypatch.setattr(tool.plt, "close", figures.append)
+    monkeypatch.setattr(matplotlib.pyplot, "close", figures.append)
     out = tmp_path / "a folder" / "ladder"
     assert tool.main([*FLAGS, "--gpus", "4", "--gpu-memory-gib", "0.05", "--measure", "none", "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -59,7 +60,7 @@ def test_predicted_table_picture_and_json(tool, tmp_path, monkeypatch, capsys):
 def test_a_measured_ladder_says_so_and_a_second_run_takes_what_is_there(tool, tmp_path, monkeypatch, capsys):
     flags = [*FLAGS, "--gpus", "4", "--gpu-memory-gib", "0.05", "--measure", "cpu", "--measure-layers", "2", "--out", str(tmp_path)]
     figures = []
-    monkeypatch.setattr(tool.plt, "close", figures.append)
+    monkeypatch.setattr(matplotlib.pyplot, "close", figures.append)
     assert tool.main([*flags, "--time-budget-s", "1e-9"]) == 0
     reasons = {rung["not_measured_because"] for rung in rungs_of(tmp_path).values()}
     assert reasons == {NO_CODE, "--time-budget-s 1e-09 was over"}
@@ -91,6 +92,11 @@ def test_a_measured_ladder_says_so_and_a_second_run_takes_what_is_there(tool, tm
 
     assert tool.main([*flags, "--resume", "--rung-time-s", "0.01"]) == 0  # no time to measure it again
     assert rungs_of(tmp_path)[name] == rung
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+    capsys.readouterr()
+    assert tool.main([*flags, "--resume", "--measure", "none", "--measure-layers", "3"]) == 0
+    assert rungs_of(tmp_path)[name]["measured_bytes"] == rung["measured_bytes"]
+    assert "no picture" in (said := capsys.readouterr().out) and "--measure none --resume --out" in said
     assert tool.main([*flags, "--rung-time-s", "0.01"]) == 0
     assert rungs_of(tmp_path)[name]["not_measured_because"] == "not done after 0.01 s"
 

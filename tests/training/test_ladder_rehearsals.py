@@ -72,6 +72,10 @@ def test_a_report_is_taken_for_its_own_job_alone(rungs, tmp_path):
     rung = rungs["+ query chunks"]
     measured = rehearsals(tmp_path).measure(rung, SECONDS)
     assert rehearsals(tmp_path, resume=True).measure(rung, 0.01) == measured  # no time to measure it again
+    without = replace(rehearsals(tmp_path, 4, resume=True), device=None)
+    assert without.measure(rung, SECONDS).bytes == measured.bytes
+    with pytest.raises(NotMeasured, match="has no report of it"):
+        without.measure(rungs["+ UPipe"], SECONDS)
     others = replace(rung, plan=PLANS["host"]), replace(rung, job=replace(rung.job, query_chunk=None))
     report = Path(measured.report).read_text()
     for other in others:
