@@ -12,6 +12,7 @@ Worked example, Llama3-8B on 8 ranks, 1M tokens, U = 8, tiles of 4,096 (u = 1 Gi
 weight-gradient sums with everything on the device, its own h and the outputs not yet done (1.5 u) among them; at 4.1 u with `lean`.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -194,17 +195,22 @@ def _moments(job: Job, plans: list[LayerPlan]) -> list[_Moment]:
     return moments
 
 
+class DeviceTooSmall(ValueError):
+    """A step does not fit on the device, wherever its activations are."""
+
+
 def choose_plans(
     job: Job, device_limit: int, host_limit: int | None, disk_limit: int | None, full: bool, prefetch: int | None = 0
 ) -> list[LayerPlan]:
     """The fastest plans, one a layer, within the limits in bytes of one rank. `disk_limit` 0: no disk; None elsewhere: no limit.
 
-    What costs least first: prefetching (`prefetch` None: where there is room; else as it says); all on the device; then the first layers' activations in host memory, as few layers as need be (the last
-    layers' are needed first and briefest); then also the backward's residual gradient through the host. What the host cannot take of the
-    first layers goes to disk. `full`: attention runs again where activations leave the device, which halves what is kept there.
-    Raises ValueError that says what is missing.
+    What costs least first: prefetching (`prefetch` None: where there is room; else as it says); all on the device; then the first
+    layers' activations in host memory, as few layers as need be (the last layers' are needed first and briefest); then also the
+    backward's residual gradient through the host. What the host cannot take of the first layers goes to disk. `full`: attention runs
+    again where activations leave the device, which halves what is kept there.
+    Raises ValueError that says what is missing, DeviceTooSmall when no room on the host or disk would help.
     """
-    layers, shortest = job.config.num_layers, None
+    layers, least, device_has_room = job.config.num_layers, math.inf, False
     ways = [(False, True), (False, False), (True, False)] if prefetch is None else [(False, bool(prefetch)), (True, bool(prefetch))]
     for lean, ahead in ways:
         gradients = dict(prefetch=ahead, **(dict(residual_grad=HOST) if lean else {}))
@@ -217,16 +223,17 @@ def choose_plans(
             if device <= device_limit:
                 break
         else:
-            shortest = device
+            least = min(least, device)
             continue
+        device_has_room = True
         for on_disk in range(away + 1):
             plans = [farther] * on_disk + [far] * (away - on_disk) + [near] * (layers - away)
             host, disk = job.host_bytes(plans), planned_bytes(plans, job.geometry, DISK)
             if (host_limit is None or host <= host_limit) and (disk_limit is None or disk <= disk_limit):
                 return plans
-    if shortest is not None:
-        raise ValueError(
-            f"the step needs {shortest / GIB:.2f} GiB of GPU memory even with all activations elsewhere, more than the "
+    if not device_has_room:
+        raise DeviceTooSmall(
+            f"the step needs {least / GIB:.2f} GiB of GPU memory even with all activations elsewhere, more than the "
             f"{device_limit / GIB:.2f} GiB there are"
         )
     states = f", beside {job.host_state_bytes / GIB:.2f} GiB of states on the host" if job.states_on_host else ""

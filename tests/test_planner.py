@@ -176,6 +176,8 @@ def test_auto_says_what_is_missing():
     least = predict(job_of(), [PLANS["lean"]] * 6).device_bytes
     with pytest.raises(ValueError, match=f"{least / GIB:.2f} GiB of GPU memory even with all activations elsewhere"):
         choose_plans(job_of(), least - 1, None, None, False)
+    with pytest.raises(ValueError, match="host and disk cannot take"):  # the residual gradient elsewhere is enough for the device
+        choose_plans(job_of(), least, 0, 0, False)
 
 
 def test_the_table_names_runs_of_layers():

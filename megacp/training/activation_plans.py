@@ -19,7 +19,7 @@ from megacp.memory.store import planned_bytes
 from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
 from megacp.parallel_state import ParallelLayout
-from megacp.planner import Job, choose_plans
+from megacp.planner import DeviceTooSmall, Job, choose_plans
 
 GPU_SHARE = 0.9  # the rest: CUDA's context, NCCL's buffers, the allocator's margin
 
@@ -51,11 +51,26 @@ def activation_plans(args: argparse.Namespace, job: Job, device: torch.device) -
     try:
         return choose_plans(job, limit, host, disk if args.disk_offload_dir else 0, full, args.upipe_prefetch)
     except ValueError as error:
-        more = "" if full else ", --recompute-granularity full"
-        raise ArgumentError(
-            f"--activation-memory auto finds no plan: {error}; more ranks in --context-parallel-size, --upipe-query-chunk "
-            f"{args.mlp_tile_size}{more}, a larger --host-memory-gib or --disk-offload-dir DIR take less or give more"
-        ) from None
+        more = _more_device(args, job) if isinstance(error, DeviceTooSmall) else _more_elsewhere(args)
+        raise ArgumentError(f"--activation-memory auto finds no plan: {error}; {more}") from None
+
+
+def _more_device(args: argparse.Namespace, job: Job) -> str:
+    """What a step takes less of the device with; chunks and tiles of more than a rank's tokens would change nothing."""
+    given = [name for name in ("gpu_memory_gib", "gpu_memory_limit_gib") if getattr(args, name) is not None]
+    larger = [f"a larger --{given[0].replace('_', '-')} than {getattr(args, given[0]):g}"] if given else ["a larger GPU"]
+    tile = args.mlp_tile_size
+    chunked = args.upipe_query_chunk is not None and args.upipe_query_chunk <= tile
+    smaller = "a smaller --mlp-tile-size" if chunked or job.tokens <= tile else f"--upipe-query-chunk {tile}"
+    return " or ".join([*larger, smaller, "more ranks in --context-parallel-size"]) + " gives more or takes less"
+
+
+def _more_elsewhere(args: argparse.Namespace) -> str:
+    """What gives more room on host or disk, or takes less of it."""
+    disk = "a larger --disk-memory-gib" if args.disk_offload_dir else "--disk-offload-dir DIR"
+    less = [] if args.recompute_granularity == "full" else ["--recompute-granularity full"]
+    ways = ["a larger --host-memory-gib", disk, *less, "more ranks in --context-parallel-size"]
+    return " or ".join(ways) + " gives more or takes less"
 
 
 def device_limit(args: argparse.Namespace, device: torch.device) -> int | None:

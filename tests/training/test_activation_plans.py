@@ -101,3 +101,20 @@ def test_a_plan_leaves_room_below_a_limit_unless_it_has_a_budget_of_its_own(flag
     args = parse_args([*FLAGS, *flags.split()])
     assert device_limit(args, torch.device("cpu")) == int(gib * 2**30)
     assert parse_planned([*FLAGS, *flags.split()], "").gpu_memory_gib == pytest.approx(gib)
+
+
+@pytest.mark.parametrize(
+    "flags, more, less",
+    [
+        ("--gpu-memory-gib 1", ["a larger --gpu-memory-gib than 1", "--upipe-query-chunk 8192"], ["--host-memory-gib", "--disk"]),
+        ("--gpu-memory-gib 1 --upipe-query-chunk 8192", ["a smaller --mlp-tile-size"], ["--upipe-query-chunk"]),
+        ("--gpu-memory-limit-gib 1 --mlp-tile-size 262144", ["--gpu-memory-limit-gib than 1", "a smaller --mlp"], ["--upipe-query"]),
+        ("--gpu-memory-gib 60 --host-memory-gib 1", ["--host-memory-gib", "--disk-offload-dir DIR", "granularity full"], ["--upipe"]),
+        ("--gpu-memory-gib 60 --host-memory-gib 1 --recompute-granularity full --disk-offload-dir /tmp --disk-memory-gib 1",
+         ["a larger --disk-memory-gib"], ["granularity full", "DIR"]),
+    ],
+)  # fmt: skip
+def test_auto_without_a_plan_advises_only_what_changes_something(flags, more, less):
+    _, error = refused(flags)
+    advice = str(error).split("; ")[-1]
+    assert all(part in advice for part in more) and not any(part in advice for part in less), str(error)
