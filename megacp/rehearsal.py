@@ -144,6 +144,7 @@ def rehearse(
             run.train(journal)
     report = _report(args, config, layout, settings, model, dtype, run, meter, journal)
     if args.rehearse_json:
+        Path(args.rehearse_json).parent.mkdir(parents=True, exist_ok=True)
         Path(args.rehearse_json).write_text(report.to_json(), encoding="utf-8")
     return report
 

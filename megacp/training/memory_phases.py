@@ -23,6 +23,7 @@ counts on a CPU. Allocation follows the order of the program and not of the GPU'
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -133,6 +134,7 @@ def memory_history(path: str | None, device: torch.device) -> Iterator[None]:
             f"--record-memory-history {path} records the allocator of a GPU, and this run is on the {device.type}; without it, "
             "or with --device cuda where there is a GPU, it works"
         )
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._record_memory_history(max_entries=HISTORY_EVENTS, stacks="python", device=device)
     try:
         yield

@@ -29,7 +29,12 @@ def check_logs(args: argparse.Namespace) -> None:
         _check_folder("--tensorboard-dir", Path(args.tensorboard_dir))
     if args.profile_dir is not None:
         _check_folder("--profile-dir", Path(args.profile_dir))
-    for flag, file, example in (("--log-jsonl", args.log_jsonl, "log.jsonl"), ("--heartbeat-file", args.heartbeat_file, "heartbeat.json")):
+    for flag, file, example in (
+        ("--log-jsonl", args.log_jsonl, "log.jsonl"),
+        ("--heartbeat-file", args.heartbeat_file, "heartbeat.json"),
+        ("--rehearse-json", args.rehearse_json, "rehearsal.json"),
+        ("--record-memory-history", args.record_memory_history, "memory.pickle"),
+    ):
         if file is not None:
             _check_file(flag, Path(file), example)
 

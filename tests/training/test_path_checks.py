@@ -11,9 +11,12 @@ from megacp.checkpointing.folder import INCOMPLETE, Manifest, begin, publish
 from megacp.training import path_checks
 from megacp.training.path_checks import check_logs, check_paths
 
+FILES = ("log_jsonl", "heartbeat_file", "rehearse_json", "record_memory_history")
+LOGS = ("tensorboard_dir", "profile_dir", *FILES)
+
 
 def flags(**given):
-    names = ("save", "load", "load_hf", "tensorboard_dir", "log_jsonl", "heartbeat_file", "profile_dir")
+    names = ("save", "load", "load_hf", *LOGS)
     return argparse.Namespace(**{name: None if given.get(name) is None else str(given[name]) for name in names})
 
 
@@ -102,7 +105,7 @@ def test_a_hugging_face_folder_given_to_load(tmp_path):
 
 
 PLACES = [("save", check_paths)]
-PLACES += [(name, check_logs) for name in ("tensorboard_dir", "log_jsonl", "heartbeat_file", "profile_dir")]
+PLACES += [(name, check_logs) for name in LOGS]
 
 
 @pytest.mark.parametrize("flag, check", PLACES)
@@ -119,8 +122,9 @@ def test_places_that_cannot_be_written_are_named_before_the_run(tmp_path, monkey
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("name, flag", [("log_jsonl", "--log-jsonl"), ("heartbeat_file", "--heartbeat-file")])
-def test_a_file_that_is_a_folder_or_is_not_ours(tmp_path, monkeypatch, name, flag):
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_a_folder_or_is_not_ours(tmp_path, monkeypatch, name):
+    flag = "--" + name.replace("_", "-")
     message = refusal(check_logs, **{name: tmp_path})
     check_logs(flags(**{name: re.search(rf"{flag} (\S+)$", message)[1]}))
     (tmp_path / "log").write_text("")
