@@ -255,9 +255,9 @@ def _add_parallel(parser):
         help="query heads in flight over the context group; a multiple of C (default: C, the least memory; all on one rank)")  # fmt: skip
     add("--upipe-query-chunk", type=COUNT, metavar="TOKENS",
         help="tokens of each rank whose queries are in flight at a time, a multiple of --mlp-tile-size (default: all)")  # fmt: skip
-    add("--upipe-prefetch", type=int, choices=(0, 1),
-        help="1: send what the next stage needs before this one's attention, which hides exchanges and host copies and takes a stage's "
-        "buffers more (default: 1, but 0 with --activation-memory lean, and with auto where there is no room)")  # fmt: skip
+    add("--upipe-prefetch", type=int, choices=(0, 1), default=0,
+        help="1: send what the next stage needs before this one's attention, so that exchanges run under it; takes a stage's buffers "
+        "more, and pays where links are slow (default: 0)")  # fmt: skip
     add("--pipeline-model-parallel-size", type=COUNT, default=1, metavar="P", help="pipeline stages; only 1 for now")
     add("--distributed-timeout-minutes", type=POSITIVE_OR_ZERO, default=0.0, metavar="MIN",
         help="a collective that waits longer ends the job; 0: from the predicted step time")  # fmt: skip

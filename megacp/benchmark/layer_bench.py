@@ -34,7 +34,7 @@ from megacp.model.layer_context import LayerContext
 from megacp.planning.work import WorkCounter
 from megacp.training.memory_phases import Gauge
 from megacp.training.metrics import causal_pairs
-from megacp.training.step import beside_attention, widest_attention_call
+from megacp.training.step import widest_attention_call
 
 INPUT_STD = 0.5  # of the random hidden states
 
@@ -186,8 +186,7 @@ def layer_context(case: LayerCase, backend: str, device: torch.device, dtype: to
     """What layers are called with on rank 0, with an activation store for so many."""
     config, schedule = case.config, case.schedule
     group, documents = stand_in(case.ranks, device), Documents(case.borders)
-    scale = config.kv_channels**-0.5
-    attention = AttentionSettings(schedule, group, documents, scale, backend, case.query_chunk, beside=beside_attention(device))
+    attention = AttentionSettings(schedule, group, documents, config.kv_channels**-0.5, backend, case.query_chunk)
     geometry = Geometry.of(config, schedule, case.tokens, case.tile_size, dtype)
     return LayerContext(
         attention,

@@ -19,8 +19,10 @@ while the next but one is projected:
     compute     pack 0   pack 1   attention 0   pack 2   attention 1   pack 3   attention 2
     exchange             q 0      q 1           o 0      q 2           o 1      q 3
 
-On a GPU packing and taking in then have a stream of their own, `beside` the attention: what they read from the host comes under it too.
-One more chunk's buffers are alive then. Without, exchanges and attention take turns.
+One more chunk's buffers are alive then. Without, exchanges and attention take turns. What is computed stays on one stream: packing on
+a second one, under the attention, hid the reading of h from the host, and cost more than it gained. Measured on an H200 at 1M tokens, h on
+the host, FlashAttention-4: forward 2.23 s instead of 1.85, presumably as its persistent kernel waits for a processor that a small one
+took; backward 5.08 instead of 5.15.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +35,6 @@ import torch.distributed as dist
 
 from megacp.context_parallel.all_to_all import Exchange, Loopback, all_to_all
 from megacp.context_parallel.head_schedule import HeadSchedule, Stage
-from megacp.context_parallel.lane import Lane
 from megacp.kernels.attention import Documents, attention_backward, attention_forward
 from megacp.kernels.precision import compute_dtype
 
@@ -61,8 +62,7 @@ class AttentionSettings:
     """What every attention call of a micro-batch shares. `scale` multiplies q·k; `backend` is a name `select_backend` gave.
 
     `query_chunk`: tokens of each rank whose queries are in flight at a time; None: all. `prefetch`: see the module. `deterministic`:
-    backward gives the same bits for the same inputs; the backend was selected so. `beside`: the stream for what runs beside the
-    attention; None: the current one.
+    backward gives the same bits for the same inputs; the backend was selected so.
     """
 
     schedule: HeadSchedule
@@ -73,16 +73,10 @@ class AttentionSettings:
     query_chunk: int | None = None
     prefetch: bool = False
     deterministic: bool = False
-    beside: torch.cuda.Stream | None = None
 
     @property
     def tokens_per_rank(self) -> int:
         return self.documents.total // self.schedule.ulysses_degree
-
-    @property
-    def lane(self) -> Lane:
-        """Where chunks are packed and taken in; a single one has no attention to do so beside."""
-        return Lane(self.beside if self.prefetch and len(self.chunks) > 1 else None)
 
     @property
     def chunks(self) -> list["QueryChunk"]:
@@ -140,24 +134,23 @@ def stages_forward(
         q = _begin(settings, q_CtnD)
         return kv, q
 
-    lane = settings.lane
     held_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     lse_parts: list[torch.Tensor] = []
     returning: list[Callable[[], None]] = []
-    for chunk, (kv, q) in _ahead(settings, lane, begin):
-        _finish(lane, returning)
+    for chunk, (kv, q) in _ahead(settings, begin):
+        _finish(returning)
         if kv is not None:
             held_kv[chunk.stage.index] = _arrived(*kv)
         (q_XnD,) = _arrived(q)
         del kv, q
         o_XnD, lse_nX = _attend(settings, chunk.stage, settings.runs_of(chunk.start, chunk.stop), q_XnD, held_kv)
         del q_XnD
-        o = _begin_to_tokens(settings, lane, o_XnD)
-        returning.append(partial(_put, outputs, chunk, lane, o))
+        o = _begin_to_tokens(settings, o_XnD)
+        returning.append(partial(_put, outputs, chunk, o))
         lse_parts.append(lse_nX.unflatten(1, (settings.schedule.ulysses_degree, -1)))
         del o, o_XnD, lse_nX
         if not settings.prefetch:
-            _finish(lane, returning)
+            _finish(returning)
         if chunk.closes_stage:
             lse_nCT = lse_parts[0] if len(lse_parts) == 1 else torch.cat(lse_parts, dim=2)
             lse_parts = []
@@ -165,8 +158,7 @@ def stages_forward(
             del lse_nCT
             for arrival in chunk.stage.releases:
                 del held_kv[arrival]
-    _finish(lane, returning)
-    lane.rejoin()
+    _finish(returning)
 
 
 def stages_backward(
@@ -195,13 +187,12 @@ def stages_backward(
             outputs.release(stage.index)
         return lse, kv, (do, q, o)
 
-    lane = settings.lane
     held_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     kv_grads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     returning: list[Callable[[], None]] = []
     lse_nCT = None
-    for chunk, (lse, kv, arriving) in _ahead(settings, lane, begin):
-        _finish(lane, returning)
+    for chunk, (lse, kv, arriving) in _ahead(settings, begin):
+        _finish(returning)
         if lse is not None:
             lse_nCT = lse.wait().unflatten(1, (schedule.ulysses_degree, -1))
         if kv is not None:
@@ -212,55 +203,49 @@ def stages_backward(
         runs = settings.runs_of(chunk.start, chunk.stop)
         dq_XnD = _attend_backward(settings, chunk.stage, runs, do_XnD, q_XnD, o_XnD, lse_nX, held_kv, kv_grads)
         del q_XnD, o_XnD, do_XnD, lse_nX
-        dq = _begin_to_tokens(settings, lane, dq_XnD)
-        returning.append(partial(_unpack_dq, unpack_dq, chunk, lane, dq))
+        dq = _begin_to_tokens(settings, dq_XnD)
+        returning.append(partial(_unpack_dq, unpack_dq, chunk, dq))
         del dq, dq_XnD
         if not settings.prefetch:
-            _finish(lane, returning)
+            _finish(returning)
         for arrival in chunk.stage.releases if chunk.closes_stage else ():
             dtype = held_kv.pop(arrival)[0].dtype
             dk_SmD, dv_SmD = (total.to(dtype) for total in kv_grads.pop(arrival))
-            dk, dv = _begin_to_tokens(settings, lane, dk_SmD), _begin_to_tokens(settings, lane, dv_SmD)
-            returning.append(partial(_unpack_dkv, unpack_dkv, schedule.stages[arrival], lane, dk, dv))
+            dk, dv = _begin_to_tokens(settings, dk_SmD), _begin_to_tokens(settings, dv_SmD)
+            returning.append(partial(_unpack_dkv, unpack_dkv, schedule.stages[arrival], dk, dv))
             del dk_SmD, dv_SmD, dk, dv
             if not settings.prefetch:
-                _finish(lane, returning)
-    _finish(lane, returning)
-    lane.rejoin()
+                _finish(returning)
+    _finish(returning)
 
 
-def _ahead(settings: AttentionSettings, lane: Lane, begin: Callable[[QueryChunk], Begun]) -> Iterator[tuple[QueryChunk, Begun]]:
+def _ahead(settings: AttentionSettings, begin: Callable[[QueryChunk], Begun]) -> Iterator[tuple[QueryChunk, Begun]]:
     """Each chunk with what `begin` made of it; with `prefetch`, the next one is begun before. Keeps nothing of what it gave out."""
-    begun, marks = [], []
+    begun = []
     for chunk in settings.chunks:
-        with lane:
-            begun.append((chunk, begin(chunk)))
-            marks.append(lane.mark())
+        begun.append((chunk, begin(chunk)))
         if len(begun) > settings.prefetch:
-            lane.after(marks.pop(0))
             yield begun.pop(0)
     while begun:
-        lane.after(marks.pop(0))
         yield begun.pop(0)
 
 
-def _finish(lane: Lane, returning: list[Callable[[], None]]) -> None:
+def _finish(returning: list[Callable[[], None]]) -> None:
     """What chunks have sent back is taken in, in order."""
-    with lane:
-        while returning:
-            returning.pop(0)()
+    while returning:
+        returning.pop(0)()
 
 
-def _put(outputs: StageShelf, chunk: QueryChunk, lane: Lane, o: Exchange) -> None:
-    outputs.put(chunk.stage.index, chunk.start, chunk.stop, lane.lend(o.wait()))
+def _put(outputs: StageShelf, chunk: QueryChunk, o: Exchange) -> None:
+    outputs.put(chunk.stage.index, chunk.start, chunk.stop, o.wait())
 
 
-def _unpack_dq(unpack_dq: UnpackDQ, chunk: QueryChunk, lane: Lane, dq: Exchange) -> None:
-    unpack_dq(chunk.stage, chunk.start, chunk.stop, lane.lend(dq.wait()))
+def _unpack_dq(unpack_dq: UnpackDQ, chunk: QueryChunk, dq: Exchange) -> None:
+    unpack_dq(chunk.stage, chunk.start, chunk.stop, dq.wait())
 
 
-def _unpack_dkv(unpack_dkv: UnpackDKV, arrival: Stage, lane: Lane, dk: Exchange, dv: Exchange) -> None:
-    unpack_dkv(arrival, lane.lend(dk.wait()), lane.lend(dv.wait()))
+def _unpack_dkv(unpack_dkv: UnpackDKV, arrival: Stage, dk: Exchange, dv: Exchange) -> None:
+    unpack_dkv(arrival, dk.wait(), dv.wait())
 
 
 def _attend(settings, stage, runs, q_XnD, held_kv):
@@ -333,10 +318,10 @@ def _begin_kv(settings: AttentionSettings, packed: tuple[torch.Tensor, torch.Ten
     return _begin(settings, k_CTmD), _begin(settings, v_CTmD)
 
 
-def _begin_to_tokens(settings: AttentionSettings, lane: Lane, x_XnD: torch.Tensor) -> Exchange:
+def _begin_to_tokens(settings: AttentionSettings, x_XnD: torch.Tensor) -> Exchange:
     """`[C·t, n, D]`: this rank's heads of all ranks' tokens → `[C, t, n, D]`: this rank's tokens, block `r` the heads of rank `r`."""
     ranks = settings.schedule.ulysses_degree
-    return _begin(settings, lane.lend(x_XnD.contiguous()).view(ranks, -1, *x_XnD.shape[1:]))
+    return _begin(settings, x_XnD.contiguous().view(ranks, -1, *x_XnD.shape[1:]))
 
 
 def _arrived(*exchanges: Exchange) -> tuple[torch.Tensor, ...]:

@@ -141,12 +141,8 @@ def calibrated(speeds: Speeds, rehearsals: list[Rehearsal]) -> Speeds:
     if timed:
         factors = tuple(sorted(_attention_factor(speeds, rehearsal) for rehearsal in timed))
         forward, backward = (_scaled(x, lambda flops: at(factors, flops)) for x in (speeds.attention_forward, speeds.attention_backward))
-        speeds = replace(speeds, attention_forward=forward, attention_backward=backward)
-        sources["attention"] = _by(len(timed))
-    in_turn = [rehearsal for rehearsal in timed if not any(plan.prefetch for plan in rehearsal.plans)]
-    if in_turn:  # where projections run beside attention, their seconds are not theirs alone
-        speeds = replace(speeds, gemm=_gemm_speeds(speeds, in_turn))
-        sources["GEMM"] = _by(len(in_turn))
+        speeds = replace(speeds, attention_forward=forward, attention_backward=backward, gemm=_gemm_speeds(speeds, timed))
+        sources |= dict.fromkeys(("attention", "GEMM"), _by(len(timed)))
     margins = [rehearsal.reserved / rehearsal.peak - 1 for rehearsal in rehearsals if rehearsal.reserved]
     return replace(speeds, allocator_margin=max(margins, default=None), sources=sources)
 

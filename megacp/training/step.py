@@ -45,7 +45,6 @@ class StepSettings:
     loss_tile_size: int
     clip_grad: float
     deterministic: bool = False
-    beside: torch.cuda.Stream | None = None  # for what runs beside attention with --upipe-prefetch; None on a CPU
 
 
 def step_settings(
@@ -57,13 +56,8 @@ def step_settings(
     store = store_type(activation_plans(args, job, device), job.geometry, device, args.disk_offload_dir)
     return StepSettings(
         config, schedule, store, args.attention_backend, args.upipe_query_chunk, args.mlp_tile_size, args.loss_tile_size,
-        args.clip_grad, args.deterministic, beside_attention(device),
+        args.clip_grad, args.deterministic,
     )  # fmt: skip
-
-
-def beside_attention(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream whose kernels come first when a processor is free: small ones, for which attention makes way."""
-    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
 
 @dataclass(frozen=True)
@@ -123,7 +117,7 @@ def layer_context(
     )  # fmt: skip
     attention = AttentionSettings(
         schedule, parallel_state.get_ulysses_group(), documents, config.kv_channels**-0.5, backend.name, settings.query_chunk,
-        deterministic=settings.deterministic, beside=settings.beside,
+        deterministic=settings.deterministic,
     )  # fmt: skip
     inv_freq_D2 = inverse_frequencies(config.kv_channels, config.rotary_base, config.rope_scaling, device)
     position_ids_T = batch.position_ids_T.to(device)

@@ -16,7 +16,6 @@ from megacp.memory.policy import LayerPlan
 from megacp.memory.store import ActivationStore, Geometry
 from megacp.model.layer_context import LayerContext
 from megacp.model.llama import Llama
-from megacp.training.step import beside_attention
 from tests.model.cases import TOLERANCE, relative_error, tiny_config
 from tests.reference import random_parameters, reference_model
 
@@ -54,7 +53,7 @@ def gradients(config, dtype, heads_per_stage, cu_seqlens, backend, plan=LayerPla
     documents = Documents(cu_seqlens)
     schedule = build_head_schedule(config.num_attention_heads, config.num_query_groups, 1, heads_per_stage)
     context = LayerContext(
-        AttentionSettings(schedule, None, documents, config.kv_channels**-0.5, backend, beside=beside_attention(torch.device("cuda", 0))),
+        AttentionSettings(schedule, None, documents, config.kv_channels**-0.5, backend),
         positions_T.cuda(), inverse_frequencies(config.kv_channels, config.rotary_base, None, "cuda"), attention_factor(None), 700,
         ActivationStore(
             [plan] * config.num_layers, Geometry.of(config, schedule, TOKENS, 700, dtype), torch.device("cuda", 0), tempfile.gettempdir()

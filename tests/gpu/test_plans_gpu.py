@@ -6,8 +6,6 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-from megacp.context_parallel import engine
-from megacp.context_parallel.lane import Lane
 from megacp.memory import disk_region
 from megacp.memory.copies import Copies
 from megacp.memory.host_region import HostPool
@@ -85,30 +83,3 @@ def test_host_memory_is_pinned_to_the_byte():
     copies.wait(copies.to_host(memory, on_device))
     torch.cuda.synchronize()
     assert torch.equal(memory, on_device.cpu())
-
-
-@pytest.mark.parametrize("late", ["lane", "attention", "both"])
-@pytest.mark.parametrize("memory", ["gpu", "host", "lean"])
-def test_packing_beside_attention_changes_nothing(memory, late, expected, monkeypatch):
-    """One of the two streams lags behind the other. Memory handed over too early would hold something else by then."""
-    enter, forward, backward = Lane.__enter__, engine.attention_forward, engine.attention_backward
-
-    def late_lane(lane):
-        enter(lane)
-        torch.cuda._sleep(CYCLES)
-
-    def late_attention(attention):
-        def after_a_pause(*args, **kwargs):
-            torch.cuda._sleep(CYCLES)
-            result = attention(*args, **kwargs)
-            torch.cuda._sleep(CYCLES)
-            return result
-
-        return after_a_pause
-
-    if late in ("lane", "both"):
-        monkeypatch.setattr(Lane, "__enter__", late_lane)
-    if late in ("attention", "both"):
-        monkeypatch.setattr(engine, "attention_forward", late_attention(forward))
-        monkeypatch.setattr(engine, "attention_backward", late_attention(backward))
-    assert_equal_bits(ours(memory, "selective", 1), expected)
