@@ -74,6 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         logs, reports = len(asked.measured), len(asked.rehearsal or [])
         if logs not in (0, reports):
             raise ArgumentError(f"--measured {' '.join(asked.measured)}: {logs} logs for {reports} of --rehearsal; as many work")
+        if reports and flags:
+            raise ArgumentError(f"{' '.join(flags)}: a --rehearsal is compared by its own settings; without other flags it works")
         if asked.measured:
             compared = list(map(_against_rehearsal, asked.measured, asked.rehearsal, itertools.repeat(asked)))
             print(json.dumps({"runs": compared}, indent=2) if asked.json else "\n".join(run_table(compared)))

@@ -239,6 +239,7 @@ def test_logs_and_rehearsals_that_do_not_belong_together_are_refused(tool, capsy
         (["--measured", log], "1 logs for 0 of --rehearsal"),
         (["--rehearsal", report, "--measured", report], "is no log of steps"),
         (["--rehearsal", report, "--measured", str(tmp_path / "none")], "cannot be read"),
+        (["--rehearsal", report, "--seq-length", "4096"], "--seq-length 4096: a --rehearsal is compared by its own settings"),
     ):
         assert tool.main(flags) == 1
         assert said in capsys.readouterr().err
