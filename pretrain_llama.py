@@ -37,7 +37,7 @@ from megacp.rehearsal import rehearse
 from megacp.training.activation_plans import activation_plans, check_budgets, memory_job
 from megacp.training.errors import explain_errors
 from megacp.training.evaluation import Evaluator
-from megacp.training.host_states import available_host_bytes, prepare_host
+from megacp.training.host_states import available_host_bytes, check_activations, prepare_host
 from megacp.training.initialize import check_launch, collective_timeout, initialize_distributed, launched_rank
 from megacp.training.initialize import job_of, launcher_notes, limit_gpu_memory, select_device, shut_down_distributed
 from megacp.training.initialize import use_deterministic_kernels
@@ -82,9 +82,11 @@ def main() -> int:
         job = memory_job(args, config, layout, schedule, dtype)
         plans = activation_plans(args, job, device)
         check_budgets(args, plans, job)
-        if args.optimizer_cpu_offload and device.type == "cuda" and not args.dry_run:
+        if not args.dry_run:
             own_room = list(dict.fromkeys(plans)) if args.rehearse_world_size else plans  # rehearsed layers of one plan share it
-            prepare_host(job, own_room, available_host_bytes())
+            check_activations(job, own_room, args.activation_memory, available_host_bytes())
+            if args.optimizer_cpu_offload and device.type == "cuda":
+                prepare_host(job, own_room, available_host_bytes())
         step_seconds = predicted_step_seconds(args, config, layout, device_peak_flops(device))
         timeout = collective_timeout(args.distributed_timeout_minutes, step_seconds)
         notes += launcher_notes(step_seconds)

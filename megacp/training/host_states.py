@@ -1,5 +1,6 @@
-"""States in host memory (--optimizer-cpu-offload): is there room on this host, and how many of its cores update them.
+"""Host memory: is there room for activations and states (--optimizer-cpu-offload), and how many cores update the states.
 
+    check_activations(job, plans, "host", available_host_bytes())   # ValueError before anything is taken, as below
     prepare_host(job, plans, available_host_bytes())      # ValueError before anything is taken; sets torch's threads
     update_threads()                                      # 16: of a host's 128 cores, shared by 8 ranks
 
@@ -23,6 +24,23 @@ CGROUP_FILES = {
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+
+
+def check_activations(job: Job, plans: list[LayerPlan], activation_memory: str, available: int | None) -> None:
+    """Raises ValueError naming --activation-memory when this host has no room for the activations of its ranks.
+
+    `plans`: of the layers that have room of their own. `available`: bytes; None when nobody knows.
+    """
+    ranks_here, activations = _local_ranks(), planned_bytes(plans, job.geometry, HOST)
+    if available is None or ranks_here * activations <= available:
+        return
+    share = int(100 * available / ranks_here / GIB) / 100
+    raise ValueError(
+        f"--activation-memory {activation_memory}: {ranks_here} {'rank' if ranks_here == 1 else 'ranks'} on this host take "
+        f"{activations / GIB:.2f} GiB of host memory each for activations, and {available / GIB:.2f} GiB are there for all; "
+        f"--activation-memory auto with --host-memory-gib {share:g}, --activation-memory disk with --disk-offload-dir, "
+        "--recompute-granularity full or more ranks in --context-parallel-size take less"
+    )
 
 
 def prepare_host(job: Job, plans: list[LayerPlan], available: int | None) -> None:

@@ -7,14 +7,16 @@ import pytest
 import torch
 
 from megacp.context_parallel.head_schedule import build_head_schedule
-from megacp.memory.policy import PLANS, LayerPlan
+from megacp.memory.policy import HOST, PLANS, LayerPlan
+from megacp.memory.store import planned_bytes
+from megacp.memory.units import GIB
 from megacp.model.config import preset
 from megacp.planner import Job
 from megacp.planning.host_states import host_state_bytes, power_of_two
 from megacp.training import host_states
-from megacp.training.host_states import available_host_bytes, prepare_host, update_threads
+from megacp.training.host_states import available_host_bytes, check_activations, prepare_host, update_threads
 from megacp.training.sharding import allocate_weights
-from tests.test_pretrain import MODEL, numbers, train
+from tests.test_pretrain import MODEL, numbers, run, train
 
 TINY = preset("llama-tiny")
 JOB = Job(TINY, build_head_schedule(8, 4, 2, 2), 512, 2, 256, 256, torch.float32, states_on_host=True)
@@ -62,6 +64,25 @@ def test_room_is_looked_for_before_anything_is_taken(two_ranks_here):
     assert int(ranks) == 4 and 2 * host_state_bytes(TINY, 4) < 2 * JOB.host_state_bytes - 1
     # 12 bytes of 4.2 million parameters on 2 ranks.
     assert "without the flag states take 0.02 GiB of each GPU" in str(error.value)
+
+
+def test_activations_that_the_host_has_no_room_for_are_refused_before_the_system_ends_the_run(two_ranks_here):
+    plans = [PLANS["host"]] * TINY.num_layers
+    activations = planned_bytes(plans, JOB.geometry, HOST)
+    check_activations(JOB, plans, "host", 2 * activations)
+    check_activations(JOB, plans, "host", None)
+    check_activations(JOB, [LayerPlan()] * TINY.num_layers, "gpu", 0)
+    with pytest.raises(ValueError, match="^--activation-memory host: 2 ranks on this host take 0.00 GiB .* take less$") as error:
+        check_activations(JOB, plans, "host", 2 * activations - 1)
+    budget = float(re.search(r"auto with --host-memory-gib ([0-9.]+)", str(error.value))[1])
+    assert budget * GIB <= activations, "what is advised fits"
+
+
+def test_a_run_of_forty_tebibytes_of_activations_says_so():
+    tile = 2**20
+    job = f"--model llama-tiny --num-layers 20000 --seq-length {tile} --mlp-tile-size {tile} --loss-tile-size {tile} --mock-data"
+    done = run([*job.split(), "--activation-memory", "host"])
+    assert done.returncode == 2 and "--activation-memory host: 1 rank on this host take 40625.00 GiB" in done.stderr, done.stderr
 
 
 def test_no_number_of_ranks_is_named_where_activations_alone_are_too_many(two_ranks_here):
