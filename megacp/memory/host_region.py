@@ -43,8 +43,8 @@ class HostPool:
         except (RuntimeError, MemoryError, OSError) as error:  # torch's is a RuntimeError for a failed allocation and a failed pin
             raise ValueError(
                 f"activations need {bytes_ / 2**30:.2f} GiB of {'pinned ' if pinned else ''}host memory on this rank, which the host "
-                f"refused ({str(error).splitlines()[0]}); a smaller --host-memory-gib, --activation-memory disk with "
-                "--disk-offload-dir, --recompute-granularity full or more ranks in --context-parallel-size need less"
+                f"refused ({str(error).splitlines()[0]}); --activation-memory auto with a smaller --host-memory-gib, "
+                "--activation-memory disk with --disk-offload-dir, --recompute-granularity full or more ranks in --context-parallel-size need less"
             ) from error
         self._taken = 0
 
