@@ -44,7 +44,8 @@ class HostPool:
             raise ValueError(
                 f"activations need {bytes_ / 2**30:.2f} GiB of {'pinned ' if pinned else ''}host memory on this rank, which the host "
                 f"refused ({str(error).splitlines()[0]}); --activation-memory auto with a smaller --host-memory-gib, "
-                "--activation-memory disk with --disk-offload-dir, --recompute-granularity full or more ranks in --context-parallel-size need less"
+                "--activation-memory disk with --disk-offload-dir, --recompute-granularity full or more ranks in "
+                "--context-parallel-size need less"
             ) from error
         self._taken = 0
 

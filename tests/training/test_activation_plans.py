@@ -108,8 +108,10 @@ def test_a_plan_leaves_room_below_a_limit_unless_it_has_a_budget_of_its_own(flag
     [
         ("--gpu-memory-gib 1", ["a larger --gpu-memory-gib than 1", "--upipe-query-chunk 8192"], ["--host-memory-gib", "--disk"]),
         ("--gpu-memory-gib 1 --upipe-query-chunk 8192", ["a smaller --mlp-tile-size"], ["--upipe-query-chunk"]),
-        ("--gpu-memory-limit-gib 1 --mlp-tile-size 262144", ["--gpu-memory-limit-gib than 1", "a smaller --mlp"], ["--upipe-query"]),
-        ("--gpu-memory-gib 60 --host-memory-gib 1", ["--host-memory-gib", "--disk-offload-dir DIR", "granularity full"], ["--upipe"]),
+        ("--gpu-memory-limit-gib 1 --mlp-tile-size 262144",
+         ["--gpu-memory-limit-gib than 1", "a smaller --mlp"], ["--upipe-query"]),
+        ("--gpu-memory-gib 60 --host-memory-gib 1",
+         ["--host-memory-gib", "--disk-offload-dir DIR", "granularity full"], ["--upipe"]),
         ("--gpu-memory-gib 60 --host-memory-gib 1 --recompute-granularity full --disk-offload-dir /tmp --disk-memory-gib 1",
          ["a larger --disk-memory-gib"], ["granularity full", "DIR"]),
     ],
