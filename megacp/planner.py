@@ -68,6 +68,11 @@ class Job:
         return Geometry.of(self.config, self.schedule, self.tokens, self.tile_size, self.dtype)
 
     @property
+    def on_gpu(self) -> bool:
+        """Half precision is for GPUs: allocations are those of their kernels (`megacp.kernels.triton_support.is_predicted`)."""
+        return self.dtype in (torch.bfloat16, torch.float16)
+
+    @property
     def unit(self) -> int:
         """u: bytes of one `[T, d]` tensor."""
         return self.tokens * self.config.hidden_size * self.dtype.itemsize
@@ -191,6 +196,10 @@ def _moments(job: Job, plans: list[LayerPlan]) -> list[_Moment]:
     head_weights = stays + layer_weights if tied else 2 * table
     moments.append(moment("head", head_weights, 0, 0, kept_before, head_count(job).parts))
     buffers = {"residual gradient": job.unit, "gradient of the embedding": table}
+    if job.on_gpu:
+        # PyTorch's kernel sums in fp32 by distinct token: so many of T tokens drawn alike; text has fewer.
+        distinct = config.vocab_size * -math.expm1(-job.tokens / config.vocab_size)
+        buffers["sums by token"] = int(distinct) * config.hidden_size * 4
     moments.append(moment("embedding backward", table, table_reduction, layers * config.layer_parameters(), 0, buffers))
     return moments
 
@@ -200,20 +209,19 @@ class DeviceTooSmall(ValueError):
 
 
 def choose_plans(
-    job: Job, device_limit: int, host_limit: int | None, disk_limit: int | None, full: bool, prefetch: int | None = 0
+    job: Job, device_limit: int, host_limit: int | None, disk_limit: int | None, full: bool, prefetch: int = 0
 ) -> list[LayerPlan]:
     """The fastest plans, one a layer, within the limits in bytes of one rank. `disk_limit` 0: no disk; None elsewhere: no limit.
 
-    What costs least first: prefetching (`prefetch` None: where there is room; else as it says); all on the device; then the first
+    What costs least first: all on the device; then the first
     layers' activations in host memory, as few layers as need be (the last layers' are needed first and briefest); then also the
     backward's residual gradient through the host. What the host cannot take of the first layers goes to disk. `full`: attention runs
     again where activations leave the device, which halves what is kept there.
     Raises ValueError that says what is missing, DeviceTooSmall when no room on the host or disk would help.
     """
     layers, least, device_has_room = job.config.num_layers, math.inf, False
-    ways = [(False, True), (False, False), (True, False)] if prefetch is None else [(False, bool(prefetch)), (True, bool(prefetch))]
-    for lean, ahead in ways:
-        gradients = dict(prefetch=ahead, **(dict(residual_grad=HOST) if lean else {}))
+    for lean in (False, True):
+        gradients = dict(prefetch=bool(prefetch), **(dict(residual_grad=HOST) if lean else {}))
         near, far, farther = LayerPlan(**gradients), LayerPlan(HOST, HOST, HOST, **gradients), LayerPlan(DISK, DISK, HOST, **gradients)
         if full:
             far, farther = (replace(plan, output=RECOMPUTE, lse=RECOMPUTE) for plan in (far, farther))

@@ -107,8 +107,7 @@ class RehearsalReport:
             f"{'time':16}{'seconds':>10}{'share':>8}   last step; collectives are local copies",
         ]
         rest = self.step_seconds - sum(self.part_seconds.values())
-        other = {"other": rest} if rest > 0 else {}  # parts that ran beside each other are longer together than the step
-        for name, seconds in (self.part_seconds | other | {"step": self.step_seconds}).items():
+        for name, seconds in (self.part_seconds | {"other": rest, "step": self.step_seconds}).items():
             lines.append(f"{name:16}{seconds:10.3f}{seconds / self.step_seconds:8.1%}")
         lines.append(f"{self.tokens_per_s_per_gpu:,.1f} tokens/s/GPU" + (", without attention" if "stub" in self.attention else ""))
         return "\n".join(lines)

@@ -11,7 +11,7 @@ from megacp.training.rehearsals import read_rehearsal
 COMMON = (
     "--num-layers 3 --hidden-size 128 --ffn-hidden-size 384 --kv-channels 16 --num-attention-heads 8 --num-query-groups 4 "
     "--vocab-size 1024 --context-parallel-size 4 --seq-length 8192 --mlp-tile-size 512 --loss-tile-size 512 --attention-mask causal "
-    "--mock-data --device cpu --bf16 --rehearse-world-size 4 --rehearse-attention stub --train-iters 2"
+    "--mock-data --device cpu --rehearse-world-size 4 --rehearse-attention stub --train-iters 2"
 )
 UNTIED = "--untie-embeddings-and-output-weights"
 SETTINGS = {
@@ -30,15 +30,17 @@ SETTINGS = {
     "data parallel, rank 7": "--activation-memory host --rehearse-world-size 8 --rehearse-rank 7",
     "two sequences at a time": "--activation-memory gpu --micro-batch-size 2 --seq-length 4096",
     "large vocabulary": f"--activation-memory gpu --vocab-size 8192 {UNTIED} --seq-length 4096",
-    "large tied vocabulary": "--activation-memory host --vocab-size 16384 --seq-length 2048 --loss-tile-size 64",
+    "large tied vocabulary": "--bf16 --activation-memory host --vocab-size 16384 --seq-length 2048 --loss-tile-size 8",
     "one layer": "--activation-memory gpu --num-layers 1 --seq-length 4096",
 }
 
 
 def rehearse(monkeypatch, file, flags: str):
+    """In fp32, where a CPU's kernels are those that are counted; in bf16 the prediction is of a GPU's."""
     import pretrain_llama
 
-    monkeypatch.setattr(sys, "argv", ["pretrain_llama.py", *COMMON.split(), *flags.split(), "--rehearse-json", str(file)])
+    dtype = [] if "--bf16" in flags else ["--fp32"]
+    monkeypatch.setattr(sys, "argv", ["pretrain_llama.py", *COMMON.split(), *dtype, *flags.split(), "--rehearse-json", str(file)])
     assert pretrain_llama.main() == 0
     return read_rehearsal(str(file))
 
@@ -47,7 +49,8 @@ def rehearse(monkeypatch, file, flags: str):
 def test_the_predicted_peak_is_the_rehearsed_one(name, monkeypatch, tmp_path):
     found = rehearse(monkeypatch, tmp_path / "r.json", SETTINGS[name])
     prediction = predict(found.job, found.plans)
-    assert prediction.device_bytes == pytest.approx(found.peak, rel=0.01)
+    tolerance = 0.03 if found.job.on_gpu else 0.01  # a CPU's kernels make fp32 copies of a tile of logits
+    assert prediction.device_bytes == pytest.approx(found.peak, rel=tolerance)
     phases = json.loads((tmp_path / "r.json").read_text())["phases"]
     deepest = max(phases, key=lambda phase: phases[phase]["peak"])
     assert prediction.moment == {"between": "embedding backward"}.get(deepest, deepest)

@@ -43,7 +43,7 @@ INPUT_STD = 0.5  # of the random hidden states
 class LayerCase:
     """What is measured. `query_chunk` and `tile_size` in tokens of a rank; `documents` of equal length share the stream.
 
-    `prefetch`: as --upipe-prefetch; None: what the plan does by itself.
+    `prefetch`: as --upipe-prefetch.
     """
 
     config: ModelConfig
@@ -57,7 +57,7 @@ class LayerCase:
     documents: int = 1
     backend: str = "auto"
     disk_directory: str | None = None
-    prefetch: int | None = None
+    prefetch: int = 0
 
     @property
     def tokens(self) -> int:

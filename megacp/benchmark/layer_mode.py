@@ -43,8 +43,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="where the layer keeps its activations (default: gpu)")  # fmt: skip
     add("--recompute-granularity", choices=("selective", "full"), nargs="+", default=["selective"],
         help="full: the attention forward runs again in the backward (default: selective)")  # fmt: skip
-    add("--upipe-prefetch", type=int, choices=(0, 1), nargs="+", default=[None],
-        help="1: exchanges and copies of the next stage run under this one's attention (default: 1, with lean 0)")  # fmt: skip
+    add("--upipe-prefetch", type=int, choices=(0, 1), nargs="+", default=[0],
+        help="1: exchanges of the next stage run under this one's attention (default: 0)")  # fmt: skip
     add("--query-chunk", type=query_chunk, nargs="+", default=[None], metavar="TOKENS",
         help="of a rank whose queries are in flight; all: not chunked (default: all)")  # fmt: skip
     add("--mlp-tile-size", type=token_count, nargs="+", default=[8192], metavar="TOKENS", help="of a rank per step (default: 8192)")

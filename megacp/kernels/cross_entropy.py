@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megacp.kernels.precision import compute_dtype
-from megacp.kernels.triton_support import are_rows, serves
+from megacp.kernels.triton_support import are_rows, is_predicted, serves
 
 IGNORE_INDEX = -100
 BUFFER_ELEMENTS = 2**26
@@ -30,6 +30,8 @@ def cross_entropy_forward_backward_(logits_tV: Tensor, labels_t: Tensor, grad_sc
     if logits_tV.dim() != 2 or labels_t.shape != logits_tV.shape[:1]:
         raise ValueError(f"cross-entropy takes logits [t, V] and labels [t], not {list(logits_tV.shape)} and"
                          f" {list(labels_t.shape)}")
+    if is_predicted(logits_tV):
+        return torch.empty(len(logits_tV), dtype=torch.float32, device=logits_tV.device)
     if serves(logits_tV) and are_rows(logits_tV):
         from megacp.kernels.cross_entropy_triton import cross_entropy_forward_backward_triton_
 

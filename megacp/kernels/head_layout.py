@@ -17,12 +17,13 @@ reference here rounds after the norm and after RoPE.
 Letters: C ranks of the Ulysses group, G = C / copies groups of heads, t tokens, n heads of a group, D head dim, o = G·n·D.
 """
 
+import torch
 from torch import Tensor
 
 from megacp.kernels.precision import compute_dtype
 from megacp.kernels.rms_norm import rms_norm, rms_norm_backward
 from megacp.kernels.rotary import apply_rotary
-from megacp.kernels.triton_support import serves
+from megacp.kernels.triton_support import is_predicted, serves
 
 MAX_KERNEL_HEAD_DIM = 256  # a head must fit the registers of its threads
 
@@ -38,6 +39,8 @@ def pack_heads(
     """
     ranks, tokens, heads, head_dim = send_CtnD.shape
     _check("y", y_to, (tokens, ranks // copies * heads * head_dim))
+    if is_predicted(y_to):
+        return
     if _kernel_serves(head_dim, cos_sin, y_to, send_CtnD, norm_D):
         from megacp.kernels.head_layout_triton import pack_heads_triton
 
@@ -67,7 +70,9 @@ def unpack_heads(
     _check("out", dy_tGnD, shape)
     if norm_D is not None:
         _check("y", y_to, (tokens, ranks // copies * heads * head_dim))
-    if _kernel_serves(head_dim, cos_sin, dx_CtnD, dy_tGnD, y_to, norm_D):
+    if is_predicted(dx_CtnD):
+        dnorm_D = None if norm_D is None else torch.empty_like(norm_D, dtype=torch.float32)
+    elif _kernel_serves(head_dim, cos_sin, dx_CtnD, dy_tGnD, y_to, norm_D):
         from megacp.kernels.head_layout_triton import unpack_heads_triton
 
         dnorm_D = unpack_heads_triton(dx_CtnD, dy_tGnD, copies, cos_sin, y_to, norm_D, eps)

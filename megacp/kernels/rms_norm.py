@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megacp.kernels.precision import compute_dtype
-from megacp.kernels.triton_support import are_rows, serves
+from megacp.kernels.triton_support import are_rows, is_predicted, serves
 
 MAX_TRITON_WIDTH = 16384  # a row and its weight gradient stay in registers
 
@@ -21,6 +21,8 @@ MAX_TRITON_WIDTH = 16384  # a row and its weight gradient stay in registers
 def rms_norm(x_Td: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of x (any leading dimensions) and scale it by the weight; the dtype is that of x."""
     _check_weight(x_Td, weight_d)
+    if is_predicted(x_Td):
+        return torch.empty_like(x_Td, memory_format=torch.contiguous_format)
     if _triton_serves(x_Td, weight_d):
         from megacp.kernels.rms_norm_triton import rms_norm_triton
 
@@ -43,6 +45,9 @@ def rms_norm_backward(
             raise ValueError(f"RMSNorm backward: {name} of shape {list(tensor.shape)} does not fit x; {list(x_Td.shape)} does")
     if out is not None and out.dtype != x_Td.dtype:
         raise ValueError(f"RMSNorm backward: out is {out.dtype}, but x is {x_Td.dtype}; both must be the same")
+    if is_predicted(x_Td):
+        dx_Td = torch.empty_like(x_Td, memory_format=torch.contiguous_format) if out is None else out
+        return dx_Td, torch.empty_like(weight_d, dtype=torch.float32)
     optional = (tensor for tensor in (residual, out) if tensor is not None)
     if _triton_serves(x_Td, weight_d, dy_Td, *optional):
         from megacp.kernels.rms_norm_triton import rms_norm_backward_triton

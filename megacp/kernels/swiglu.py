@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megacp.kernels.precision import compute_dtype
-from megacp.kernels.triton_support import are_rows, serves
+from megacp.kernels.triton_support import are_rows, is_predicted, serves
 
 BUFFER_ELEMENTS = 2**24
 
@@ -23,6 +23,8 @@ BUFFER_ELEMENTS = 2**24
 def swiglu_(gate_tF: Tensor, up_tF: Tensor) -> Tensor:
     """silu(gate) * up, in the place of `gate`, which is returned."""
     _check_shapes(gate_tF, up_tF)
+    if is_predicted(gate_tF):
+        return gate_tF
     if serves(gate_tF, up_tF) and are_rows(gate_tF, up_tF):
         from megacp.kernels.swiglu_triton import swiglu_triton_
 
@@ -36,6 +38,8 @@ def swiglu_backward_(dz_tF: Tensor, gate_tF: Tensor, up_tF: Tensor) -> tuple[Ten
     silu'(a) = sigmoid(a) + silu(a) * (1 - sigmoid(a)).
     """
     _check_shapes(dz_tF, gate_tF, up_tF)
+    if is_predicted(dz_tF):
+        return gate_tF, up_tF, dz_tF
     if serves(dz_tF, gate_tF, up_tF) and are_rows(dz_tF, gate_tF, up_tF):
         from megacp.kernels.swiglu_triton import swiglu_backward_triton_
 

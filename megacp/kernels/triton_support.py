@@ -27,6 +27,11 @@ def serves(*tensors: Tensor) -> bool:
     return all(x.is_cuda and x.dtype in DTYPES and x.numel() > 0 for x in tensors) and _triton_is_installed()
 
 
+def is_predicted(x: Tensor) -> bool:
+    """Whether `x` stands for a GPU's: in half precision on the meta device. A function then allocates what its kernel would, no more."""
+    return x.device.type == "meta" and x.dtype in (torch.bfloat16, torch.float16)
+
+
 def are_rows(*tensors: Tensor) -> bool:
     """Whether `x.view(-1, x.shape[-1])` is a matrix of contiguous rows, whatever the stride between rows, for each tensor."""
     return all(x.stride(-1) == 1 and _one_stride_leads(x) for x in tensors)

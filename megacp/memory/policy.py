@@ -7,8 +7,8 @@
 | lse           | 4·H/(2·d), a few per cent | gpu, host; goes with output when that is recomputed    |
 | residual_grad | 1, during backward only   | gpu, host                                             |
 
-`prefetch`: what the next stage needs is there before this one's attention begins, so that exchanges and copies run under it; takes
-the room of one stage's buffers more.
+`prefetch`: what the next stage needs is sent before this one's attention begins, so that exchanges run under it; takes the room of one
+stage's buffers more.
 
     LayerPlan()                                           # everything on the device
     LayerPlan(h="host", output="host", lse="host")        # 2 u a layer less on the device
@@ -42,10 +42,9 @@ class LayerPlan:
             raise ValueError("output and lse are recomputed together, by one attention forward, or both kept")
 
 
-def plan_of(activation_memory: str, recompute_granularity: str, prefetch: int | None = 0) -> LayerPlan:
-    """The plan that --activation-memory, --recompute-granularity and --upipe-prefetch name. `prefetch` None: not with lean."""
-    plan = PLANS[activation_memory]
-    plan = replace(plan, prefetch=plan.residual_grad == GPU if prefetch is None else bool(prefetch))
+def plan_of(activation_memory: str, recompute_granularity: str, prefetch: int = 0) -> LayerPlan:
+    """The plan that --activation-memory, --recompute-granularity and --upipe-prefetch name, the same for every layer."""
+    plan = replace(PLANS[activation_memory], prefetch=bool(prefetch))
     return replace(plan, output=RECOMPUTE, lse=RECOMPUTE) if recompute_granularity == "full" else plan
 
 

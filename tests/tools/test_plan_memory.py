@@ -99,7 +99,7 @@ def test_fits_agrees_with_the_whole_plan():
         assert capacity.fits(args, 2, length) == (capacity.plan_job(args, 2, length).problem is None)
 
 
-@pytest.mark.parametrize("flags", ["--gpu-memory-gib 0.03", "--gpu-memory-gib 0.08 --host-memory-gib 0.001",
+@pytest.mark.parametrize("flags", ["--gpu-memory-gib 0.03", "--gpu-memory-gib 0.065 --host-memory-gib 0.001",
                                    "--activation-memory host --host-memory-gib 0.001",
                                    "--optimizer-cpu-offload --activation-memory host --host-memory-gib 0.02",
                                    "--optimizer-cpu-offload --gpu-memory-gib 0.06 --host-memory-gib 0.01"])  # fmt: skip
