@@ -16,6 +16,8 @@ from torch import Tensor
 
 PROGRAM_ELEMENTS = 4096  # elements of one program: 16 a thread at 8 warps
 NUM_WARPS = 8
+# Of the norm's way back, which holds more: measured on an H200, 8,192 tokens x 8 ranks x 4 heads of 128, 8 warps take 132 us and 4 take 93.
+NUM_WARPS_NORM_BACK = 4
 
 
 def pack_heads_triton(
@@ -38,6 +40,8 @@ def unpack_heads_triton(
     constants, grid = _plan(dx_CtnD, copies, cos_sin, norm_D)
     cos, sin = _contiguous(cos_sin, dx_CtnD)
     normed = norm_D is not None
+    if normed:
+        constants["num_warps"] = NUM_WARPS_NORM_BACK
     partial_pD = dx_CtnD.new_empty(grid[0], dx_CtnD.shape[-1], dtype=torch.float32) if normed else None
     _unpack_kernel[grid](
         dx_CtnD, dy_tGnD, cos, sin, y_to.contiguous() if normed else dx_CtnD, norm_D if normed else dx_CtnD,

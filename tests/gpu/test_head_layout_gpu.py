@@ -8,6 +8,7 @@ import torch
 
 from megacp.kernels.head_layout import pack_heads, unpack_heads
 from megacp.kernels.rotary import inverse_frequencies, rotary_cos_sin
+from tests.gpu.timing import median_ms
 from tests.kernels.head_layouts import EPS, Case, expected, relative_error, tensors
 
 if not torch.cuda.is_available():
@@ -86,15 +87,13 @@ def test_half_as_fast_as_a_copy_and_more(heads):
 
     The norm's way back also sums its weight's gradient, which is not counted: a third is its measure.
     """
-    from triton.testing import do_bench
-
     case = Case(TOKENS, 8, 1, heads, 128, True, True)
     given = tensors(case, torch.bfloat16, "cuda")
     send_CtnD, copy_to, out = torch.empty_like(given.dx_CtnD), torch.empty_like(given.y_to), torch.empty_like(given.y_to)
     out_tGnD = out.view(TOKENS, 8, heads, 128)
     once = given.y_to.nbytes
     angles = sum(x.nbytes for x in given.cos_sin)
-    rate = 2 * once / do_bench(lambda: copy_to.copy_(given.y_to), return_mode="median")
+    rate = 2 * once / median_ms(lambda: copy_to.copy_(given.y_to))
     calls = {
         "move": (2 * once, lambda: pack_heads(given.y_to, send_CtnD, 1)),
         "rope, move": (2 * once + angles, lambda: pack_heads(given.y_to, send_CtnD, 1, given.cos_sin)),
@@ -104,7 +103,7 @@ def test_half_as_fast_as_a_copy_and_more(heads):
         "norm, rope, move back": (3 * once + angles, lambda: unpack_heads(
             given.dx_CtnD, 1, given.cos_sin, given.y_to, given.norm_D, EPS, out_tGnD)),
     }  # fmt: skip
-    shares = {name: size / do_bench(call, return_mode="median") / rate for name, (size, call) in calls.items()}
+    shares = {name: size / median_ms(call) / rate for name, (size, call) in calls.items()}
     print(f"\n{heads} heads x 8 ranks, {TOKENS} tokens; device copy {rate / 1e9:.2f} TB/s")
     for name, share in shares.items():
         print(f"  {name:24s}{share:6.0%} of the copy's rate")

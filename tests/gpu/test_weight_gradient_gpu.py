@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megacp.kernels.weight_gradient import accumulate_weight_gradient, matrix_total
+from tests.gpu.timing import median_ms
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -29,8 +30,6 @@ def test_tiles_add_up_in_fp32(stage):
 
 def test_no_product_of_the_size_of_the_weight_is_made():
     """Also prints what the sum costs beside the bare product, for the gate projection of Llama3-8B."""
-    from triton.testing import do_bench
-
     total_Fd = torch.zeros(14336, 4096, device="cuda")
     dy_tF, x_td = random(8192, 14336), random(8192, 4096)
     accumulate_weight_gradient(total_Fd, dy_tF, x_td)  # cuBLAS takes its workspace
@@ -41,10 +40,8 @@ def test_no_product_of_the_size_of_the_weight_is_made():
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before < total_Fd.nbytes / 100
 
-    product = do_bench(lambda: torch.mm(dy_tF.t(), x_td, out_dtype=torch.float32), return_mode="median")
-    product_and_sum = do_bench(
-        lambda: total_Fd.add_(torch.mm(dy_tF.t(), x_td, out_dtype=torch.float32)), return_mode="median"
-    )
-    ours = do_bench(lambda: accumulate_weight_gradient(total_Fd, dy_tF, x_td), return_mode="median")
+    product = median_ms(lambda: torch.mm(dy_tF.t(), x_td, out_dtype=torch.float32))
+    product_and_sum = median_ms(lambda: total_Fd.add_(torch.mm(dy_tF.t(), x_td, out_dtype=torch.float32)))
+    ours = median_ms(lambda: accumulate_weight_gradient(total_Fd, dy_tF, x_td))
     print(f"\nproduct {product:.3f} ms, and then the sum {product_and_sum:.3f} ms, in one {ours:.3f} ms")
     assert ours < 1.02 * product_and_sum
