@@ -170,6 +170,9 @@ def check_batch(args: argparse.Namespace, world_size: int) -> None:
 def check_memory(args: argparse.Namespace) -> None:
     """Activations on disk have a directory."""
     directory = {"disk_offload_dir": "/tmp"}
+    if args.recompute_granularity == "none" and args.activation_memory not in ("auto", "gpu"):
+        _refuse("recompute_granularity", "none", f"keeps all on the GPU, and --activation-memory {args.activation_memory} does not",
+                {"recompute_granularity": "selective"}, {"activation_memory": "gpu"})  # fmt: skip
     if args.activation_memory == "disk" and not args.disk_offload_dir:
         reason = "needs --disk-offload-dir, a directory on a fast local disk"
         _refuse("activation_memory", "disk", reason, directory, {"activation_memory": "host"})

@@ -22,6 +22,7 @@ SETTINGS = {
     "untied, lean": f"--activation-memory lean {UNTIED} --seq-length 16384",
     "two stages in one": "--activation-memory lean --upipe-heads-per-stage 8",
     "attention again": "--activation-memory host --recompute-granularity full",
+    "nothing again": "--activation-memory gpu --recompute-granularity none",
     "query chunks": "--activation-memory lean --upipe-query-chunk 1024",
     "one stage, attention again": "--activation-memory gpu --upipe-heads-per-stage 8 --recompute-granularity full",
     "wide": "--activation-memory gpu --hidden-size 512 --ffn-hidden-size 1024 --seq-length 2048",

@@ -41,8 +41,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="query heads in flight over the group; a2a: all, plain Ulysses (default: --ranks, and a2a)")  # fmt: skip
     add("--activation-memory", choices=tuple(PLANS), nargs="+", default=["gpu"],
         help="where the layer keeps its activations (default: gpu)")  # fmt: skip
-    add("--recompute-granularity", choices=("selective", "full"), nargs="+", default=["selective"],
-        help="full: the attention forward runs again in the backward (default: selective)")  # fmt: skip
+    add("--recompute-granularity", choices=("none", "selective", "full"), nargs="+", default=["selective"],
+        help="full: the attention forward runs again in the backward; none: no matrix product does (default: selective)")  # fmt: skip
     add("--upipe-prefetch", type=int, choices=(0, 1), nargs="+", default=[0],
         help="1: exchanges of the next stage run under this one's attention (default: 0)")  # fmt: skip
     add("--query-chunk", type=query_chunk, nargs="+", default=[None], metavar="TOKENS",

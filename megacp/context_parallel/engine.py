@@ -115,16 +115,18 @@ PackQ = Callable[[Stage, int, int], torch.Tensor]
 PackKV = Callable[[Stage], tuple[torch.Tensor, torch.Tensor]]
 UnpackDQ = Callable[[Stage, int, int, torch.Tensor], None]
 UnpackDKV = Callable[[Stage, torch.Tensor, torch.Tensor], None]
+Received = dict[tuple[int, int], tuple[tuple[Exchange, Exchange] | None, Exchange]]  # (stage, start of the chunk): (k and v), q
 
 
 def stages_forward(
-    settings: AttentionSettings, pack_q: PackQ, pack_kv: PackKV, outputs: StageShelf, log_sum_exps: BlockShelf
-) -> None:
+    settings: AttentionSettings, pack_q: PackQ, pack_kv: PackKV, outputs: StageShelf, log_sum_exps: BlockShelf,
+    received: Received | None = None,
+) -> None:  # fmt: skip
     """Attention of all heads; puts each stage's output o_CtnD of this rank's tokens and its log-sum-exp lse_nS on their shelves.
 
     `pack_q(stage, start, stop)` returns q_CtnD of a chunk and `pack_kv(stage)` k_CTmD, v_CTmD, the send buffers; block `r` is for
     rank `r`. Block `r` of an output holds the heads `schedule.query_heads(stage, r)`. `lse_nS` stays where it was computed: heads
-    of this rank.
+    of this rank. `received`, if given, keeps q, k and v for the backward, which else packs and sends them again.
     """
 
     def begin(chunk: QueryChunk):
@@ -139,6 +141,8 @@ def stages_forward(
     returning: list[Callable[[], None]] = []
     for chunk, (kv, q) in _ahead(settings, begin):
         _finish(returning)
+        if received is not None:
+            received[chunk.stage.index, chunk.start] = kv, q
         if kv is not None:
             held_kv[chunk.stage.index] = _arrived(*kv)
         (q_XnD,) = _arrived(q)
@@ -163,7 +167,7 @@ def stages_forward(
 
 def stages_backward(
     settings: AttentionSettings, pack_q: PackQ, pack_kv: PackKV, outputs: StageShelf, log_sum_exps: BlockShelf,
-    pack_do: PackQ, unpack_dq: UnpackDQ, unpack_dkv: UnpackDKV,
+    pack_do: PackQ, unpack_dq: UnpackDQ, unpack_dkv: UnpackDKV, received: Received | None = None,
 ) -> None:  # fmt: skip
     """Backward of `stages_forward`; attention itself is not run again.
 
@@ -178,9 +182,12 @@ def stages_backward(
     def begin(chunk: QueryChunk):
         stage, start, stop = chunk.stage, chunk.start, chunk.stop
         lse = log_sum_exps.fetch(stage.index) if chunk.opens_stage else None
-        kv = _begin_kv(settings, pack_kv(stage)) if chunk.opens_stage and stage.num_new_kv else None
         output = outputs.fetch(stage.index, start, stop)
-        q = _begin(settings, pack_q(stage, start, stop))
+        if received is not None:
+            kv, q = received.pop((stage.index, start))
+        else:
+            kv = _begin_kv(settings, pack_kv(stage)) if chunk.opens_stage and stage.num_new_kv else None
+            q = _begin(settings, pack_q(stage, start, stop))
         do = _begin(settings, pack_do(stage, start, stop))
         o = _begin(settings, output.wait().contiguous())
         if chunk.closes_stage:

@@ -10,6 +10,9 @@
 `prefetch`: what the next stage needs is sent before this one's attention begins, so that exchanges run under it; takes the room of one
 stage's buffers more.
 
+`products`: the results of matrix products that backward would make again stay on the device too: q, k, v as received (1.5 u in
+Llama3-8B), the MLP's gate and up (7 u) and its input (1 u).
+
     LayerPlan()                                           # everything on the device
     LayerPlan(h="host", output="host", lse="host")        # 2 u a layer less on the device
     PLANS["lean"]                                         # … and the residual gradient streams through the host in the stage loop
@@ -29,6 +32,7 @@ class LayerPlan:
     lse: str = GPU
     residual_grad: str = GPU
     prefetch: bool = False
+    products: bool = False
 
     def __post_init__(self):
         allowed = dict(
@@ -40,11 +44,13 @@ class LayerPlan:
                 raise ValueError(f"{name} cannot live on {getattr(self, name)}; {', '.join(places)} can hold it")
         if (self.output == RECOMPUTE) != (self.lse == RECOMPUTE):
             raise ValueError("output and lse are recomputed together, by one attention forward, or both kept")
+        if self.products and {self.h, self.output, self.lse, self.residual_grad} != {GPU}:
+            raise ValueError("products are kept where everything is: on the device")
 
 
 def plan_of(activation_memory: str, recompute_granularity: str, prefetch: int = 0) -> LayerPlan:
     """The plan that --activation-memory, --recompute-granularity and --upipe-prefetch name, the same for every layer."""
-    plan = replace(PLANS[activation_memory], prefetch=bool(prefetch))
+    plan = replace(PLANS[activation_memory], prefetch=bool(prefetch), products=recompute_granularity == "none")
     return replace(plan, output=RECOMPUTE, lse=RECOMPUTE) if recompute_granularity == "full" else plan
 
 

@@ -10,7 +10,7 @@ A layer's room is written in each forward and read in the backward that follows;
 the first kept, which `check` refuses.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -161,6 +161,14 @@ class ActivationStore:
         return DeviceBlocks() if region is None else RegionBlocks(region, new_block, self.copies)
 
 
+@dataclass(frozen=True)
+class KeptProducts:
+    """Results of matrix products on the device, taken out one by one as the backward comes to them."""
+
+    received: dict = field(default_factory=dict)  # what the engine received: q and k, v by stage
+    mlp: dict = field(default_factory=dict)  # by the tile's first token: (h_mid_td, gate_tF, up_tF)
+
+
 class KeptActivations:
     """What one forward of one layer keeps: shelves `h` (rows), `outputs` (stages) and `lse` (a block a stage)."""
 
@@ -169,6 +177,7 @@ class KeptActivations:
         self.plan = store.plans[layer]
         self.outputs = store.stages(store.region(layer, "output"))
         self.lse = store.log_sum_exps(store.region(layer, "lse"))
+        self.products = KeptProducts() if self.plan.products else None
         self._leaving: dict[int, Pending] = {}
         if self.plan.h == GPU:
             self.h = DeviceRows(h_Td.detach())
@@ -196,7 +205,8 @@ class KeptActivations:
 
     def check(self) -> None:
         """Raises RuntimeError when another forward of the layer took the room since."""
-        if self._store.forwards(self._layer) != self._forward and self.plan != LayerPlan():
+        overwritten = any(self._store.region(self._layer, name) is not None for name in KEPT)
+        if overwritten and self._store.forwards(self._layer) != self._forward:
             raise RuntimeError(
                 f"layer {self._layer} ran forward again before its backward: what it had kept is overwritten; "
                 "run backward after each forward"

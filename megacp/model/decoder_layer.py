@@ -77,12 +77,15 @@ class _DecoderLayerFunction(torch.autograd.Function):
         kept = context.store.keep(number, h_Td)
         projections = AttentionProjections(context, DeviceRows(h_Td), w, config.norm_epsilon, config.kv_channels)
         attention = replace(context.attention, prefetch=kept.plan.prefetch)
-        stages_forward(attention, projections.pack_q, projections.pack_kv, kept.outputs, kept.lse)
+        received = None if kept.products is None else kept.products.received
+        stages_forward(attention, projections.pack_q, projections.pack_kv, kept.outputs, kept.lse, received)
         h_out_Td = h_Td.detach() if kept.input_is_free else torch.empty_like(h_Td)
         for (start, stop), o_stages in read_ahead(context.tiles(), _output_tiles(context, kept.outputs)):
             h_mid_td = torch.addmm(h_Td[start:stop], _gather_heads(context, o_stages), w.o_proj.t())
             kept.wait_for_tile(start)
-            h_out_Td[start:stop] = _mlp_forward(h_mid_td, w, config.norm_epsilon)
+            h_out_Td[start:stop], products = _mlp_forward(h_mid_td, w, config.norm_epsilon, keep=kept.products is not None)
+            if kept.products is not None:
+                kept.products.mlp[start] = products
         kept.rest()
         ctx.save_for_backward(*weights)
         ctx.config, ctx.context, ctx.kept = config, context, kept
@@ -100,6 +103,7 @@ class _DecoderLayerFunction(torch.autograd.Function):
         projections = AttentionProjections(context, kept.h, w, config.norm_epsilon, config.kv_channels, grads)
         attention = replace(context.attention, prefetch=kept.plan.prefetch)
         outputs, log_sum_exps = kept.outputs, kept.lse
+        received = None if kept.products is None else kept.products.received
         if kept.plan.output == RECOMPUTE:
             outputs, log_sum_exps = context.store.stages(None), context.store.log_sum_exps(None)
             stages_forward(attention, projections.pack_q, projections.pack_kv, outputs, log_sum_exps)
@@ -109,7 +113,12 @@ class _DecoderLayerFunction(torch.autograd.Function):
         fetch_output = _output_tiles(context, outputs)
         for (start, stop), (h_td, *o_stages) in read_ahead(context.tiles(), lambda t: [kept.h.fetch(*t), *fetch_output(t)]):
             o_to, g_td = _gather_heads(context, o_stages), g_Td[start:stop]
-            _mlp_backward_(g_td, torch.addmm(h_td, o_to, w.o_proj.t()), w, grads, config.norm_epsilon)
+            if kept.products is None:
+                _mlp_backward_(g_td, torch.addmm(h_td, o_to, w.o_proj.t()), None, w, grads, config.norm_epsilon)
+            else:
+                h_mid_td, *gate_up = kept.products.mlp.pop(start)
+                _mlp_backward_(g_td, h_mid_td, gate_up, w, grads, config.norm_epsilon)
+                del h_mid_td, gate_up
             accumulate_weight_gradient(grads.o_proj, g_td, o_to)
             if kept.plan.residual_grad != GPU:
                 leaving.append(residual.put(start, stop, g_td))
@@ -123,7 +132,7 @@ class _DecoderLayerFunction(torch.autograd.Function):
         projections.residual = residual
         stages_backward(
             attention, projections.pack_q, projections.pack_kv, outputs, log_sum_exps,
-            projections.pack_do, projections.unpack_dq, projections.unpack_dkv,
+            projections.pack_do, projections.unpack_dq, projections.unpack_dkv, received,
         )  # fmt: skip
         for (start, stop), (h_td, g_td) in read_ahead(context.tiles(), lambda t: [kept.h.fetch(*t), residual.fetch(*t)]):
             dxn_td = projections.dxn_Td[start:stop]
@@ -134,17 +143,25 @@ class _DecoderLayerFunction(torch.autograd.Function):
         return g_Td, None, None, None, *grads
 
 
-def _mlp_forward(h_mid_td: Tensor, w: LayerWeights, eps: float) -> Tensor:
-    """`h_mid + MLP(norm(h_mid))` of one tile."""
+def _mlp_forward(h_mid_td: Tensor, w: LayerWeights, eps: float, keep: bool) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+    """`h_mid + MLP(norm(h_mid))` of one tile, and `(h_mid_td, gate_tF, up_tF)` if they are to be kept; else their memory is used."""
     y_td = rms_norm(h_mid_td, w.post_attention_layernorm, eps)
-    z_tF = swiglu_(y_td @ w.gate_proj.t(), y_td @ w.up_proj.t())
-    return h_mid_td.addmm_(z_tF, w.down_proj.t())
+    gate_tF, up_tF = y_td @ w.gate_proj.t(), y_td @ w.up_proj.t()
+    if keep:
+        return torch.addmm(h_mid_td, swiglu_(gate_tF.clone(), up_tF), w.down_proj.t()), (h_mid_td, gate_tF, up_tF)
+    return h_mid_td.addmm_(swiglu_(gate_tF, up_tF), w.down_proj.t()), None
 
 
-def _mlp_backward_(g_td: Tensor, h_mid_td: Tensor, w: LayerWeights, grads: LayerWeights, eps: float) -> None:
-    """Turns `g_td` from the gradient of the layer's output into that of `h_mid`, in place; adds to the weight gradients."""
+def _mlp_backward_(
+    g_td: Tensor, h_mid_td: Tensor, gate_up: list[Tensor] | None, w: LayerWeights, grads: LayerWeights, eps: float
+) -> None:
+    """Turns `g_td` from the gradient of the layer's output into that of `h_mid`, in place; adds to the weight gradients.
+
+    `gate_up` as the forward kept them, which are overwritten; None: they are made again.
+    """
     y_td = rms_norm(h_mid_td, w.post_attention_layernorm, eps)
-    dgate_tF, dup_tF, z_tF = swiglu_backward_(g_td @ w.down_proj, y_td @ w.gate_proj.t(), y_td @ w.up_proj.t())
+    gate_tF, up_tF = gate_up or (y_td @ w.gate_proj.t(), y_td @ w.up_proj.t())
+    dgate_tF, dup_tF, z_tF = swiglu_backward_(g_td @ w.down_proj, gate_tF, up_tF)
     accumulate_weight_gradient(grads.down_proj, g_td, z_tF)
     del z_tF
     accumulate_weight_gradient(grads.gate_proj, dgate_tF, y_td)

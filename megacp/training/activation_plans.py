@@ -19,7 +19,7 @@ from megacp.memory.store import planned_bytes
 from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
 from megacp.parallel_state import ParallelLayout
-from megacp.planner import DeviceTooSmall, Job, choose_plans
+from megacp.planner import DeviceTooSmall, Job, choose_plans, predict
 
 GPU_SHARE = 0.9  # the rest: CUDA's context, NCCL's buffers, the allocator's margin
 
@@ -44,9 +44,17 @@ def activation_plans(args: argparse.Namespace, job: Job, device: torch.device) -
     full = args.recompute_granularity == "full"
     if args.activation_memory != "auto":
         return [plan_of(args.activation_memory, args.recompute_granularity, args.upipe_prefetch)] * job.config.num_layers
-    limit = device_limit(args, device)
+    limit, near = device_limit(args, device), [plan_of("gpu", args.recompute_granularity, args.upipe_prefetch)] * job.config.num_layers
     if limit is None:
-        return [plan_of("gpu", args.recompute_granularity, args.upipe_prefetch)] * job.config.num_layers
+        return near
+    if args.recompute_granularity == "none":
+        needed = predict(job, near).device_bytes
+        if needed > limit:
+            raise ArgumentError(
+                f"--recompute-granularity none keeps all on the GPU, {needed / GIB:.2f} GiB on a rank, and {limit / GIB:.2f} GiB are there; "
+                "selective works with less"
+            )
+        return near
     host, disk = (None if gib is None else int(gib * GIB) for gib in (args.host_memory_gib, args.disk_memory_gib))
     try:
         return choose_plans(job, limit, host, disk if args.disk_offload_dir else 0, full, args.upipe_prefetch)

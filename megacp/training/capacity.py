@@ -109,7 +109,8 @@ def _larger_host(args: argparse.Namespace, job: Job) -> str:
 
 def least_plans(args: argparse.Namespace, job: Job) -> list[LayerPlan]:
     """The plans that take least of the GPU: of auto the last that it tries, else the one that --activation-memory names."""
-    memory = "lean" if args.activation_memory == "auto" else args.activation_memory
+    least = "gpu" if args.recompute_granularity == "none" else "lean"
+    memory = least if args.activation_memory == "auto" else args.activation_memory
     return [plan_of(memory, args.recompute_granularity, args.upipe_prefetch)] * job.config.num_layers
 
 

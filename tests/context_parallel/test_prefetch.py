@@ -17,6 +17,7 @@ from tests.model.cases import STREAMS, layer_context, shard, tiny_config
 TILE = 7
 PLANS = {
     "gpu": LayerPlan(),
+    "nothing recomputed": LayerPlan(products=True),
     "host": LayerPlan(HOST, HOST, HOST),
     "lean": LayerPlan(HOST, HOST, HOST, HOST),
     "recompute": LayerPlan(HOST, RECOMPUTE, RECOMPUTE),

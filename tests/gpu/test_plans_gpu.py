@@ -14,6 +14,7 @@ from tests.gpu.test_layer_gpu import BORDERS, config_of, gradients
 
 CYCLES = 1_000_000  # some 0.6 ms, longer than any stage or tile of this model computes
 SETTINGS = [(memory, granularity, ahead) for memory in PLANS for granularity, ahead in (("selective", 0), ("full", 0), ("selective", 1))]
+SETTINGS.append(("gpu", "none", 0))
 
 
 def ours(memory, granularity, prefetch):

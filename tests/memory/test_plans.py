@@ -24,7 +24,7 @@ HOST_PLANS = [
     LayerPlan(h, output, output if output == RECOMPUTE else lse, residual_grad)
     for h, output, lse, residual_grad in itertools.product((GPU, HOST), (GPU, HOST, RECOMPUTE), (GPU, HOST), (GPU, HOST))
     if output != RECOMPUTE or lse == GPU
-]
+] + [LayerPlan(products=True), LayerPlan(products=True, prefetch=True)]
 DISK_PLANS = [
     LayerPlan(h=DISK),
     LayerPlan(output=DISK, residual_grad=HOST),
@@ -68,8 +68,8 @@ def _all_equal(rank, world_size, heads, kv_heads, heads_per_stage, query_chunk, 
     "world_size, heads, kv_heads, heads_per_stage, query_chunk, plans",
     [
         (1, 8, 2, 4, None, HOST_PLANS),
-        (2, 12, 4, 4, None, HOST_PLANS[::3]),
-        (2, 4, 1, 4, 2 * TILE, HOST_PLANS[2::5]),
+        (2, 12, 4, 4, None, HOST_PLANS[::3] + HOST_PLANS[-2:]),
+        (2, 4, 1, 4, 2 * TILE, HOST_PLANS[2::5] + HOST_PLANS[-2:]),
         (1, 8, 2, 4, 3 * TILE, HOST_PLANS[1::3]),
     ],
 )

@@ -45,6 +45,7 @@ LAYOUTS = {
     "C2, U = H": (2, "--micro-batch-size 4 --context-parallel-size 2 --cp-comm-type a2a"),
     "C2, lean": (2, "--micro-batch-size 2 --context-parallel-size 2 --activation-memory lean --upipe-query-chunk 20"),
     "C2, attention again": (2, "--micro-batch-size 4 --context-parallel-size 2 --activation-memory host --recompute-granularity full"),
+    "C2, nothing again": (2, "--micro-batch-size 2 --context-parallel-size 2 --activation-memory gpu --recompute-granularity none"),
     "optimizer on the host, accumulation": (1, "--micro-batch-size 2 --optimizer-cpu-offload"),
     "C2, optimizer on the host": (2, "--micro-batch-size 4 --context-parallel-size 2 --optimizer-cpu-offload"),
     "C4, U = cu, accumulation": (4, "--micro-batch-size 1 --context-parallel-size 4 --upipe-heads-per-stage 4"),
