@@ -5,8 +5,8 @@
 
 Autograd sees one node. Between forward and backward the layer keeps its input `h` (1 u), the attention output `O` (1 u, stage by
 stage) and the log-sum-exp, where the plan of the activation store says: on the device, in host memory, on disk. Backward makes
-everything else again, tile by tile, but not the attention forward, unless the plan says `recompute`. `u` is one `[T, d]` tensor of
-a rank.
+everything else again, tile by tile, but not the attention forward, unless the plan says `recompute`; with `products` the results of
+the matrix products are kept too. `u` is one `[T, d]` tensor of a rank.
 
 Worked example, Llama3-8B on 8 ranks at 1M tokens: `u` is 1 GiB; 2 GiB a layer are kept, and no tensor of MLP width (3.5 u) exists
 for more than a tile of `tile_size` tokens.

@@ -1,6 +1,7 @@
 """Budgets of host and disk memory are kept, or refused before anything is allocated, with advice that works."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -120,3 +121,17 @@ def test_auto_without_a_plan_advises_only_what_changes_something(flags, more, le
     _, error = refused(flags)
     advice = str(error).split("; ")[-1]
     assert all(part in advice for part in more) and not any(part in advice for part in less), str(error)
+
+
+@pytest.mark.parametrize("memory", ["host", "lean"])
+def test_nothing_can_be_recomputed_only_where_everything_stays_on_the_gpu(memory):
+    with pytest.raises(ArgumentError, match=f"--recompute-granularity none .*--activation-memory {memory}.*--recompute-granularity selective"):
+        validate_args(parse_args([*FLAGS, "--recompute-granularity", "none", "--activation-memory", memory]), 8)
+
+
+def test_nothing_recomputed_fits_or_says_what_does():
+    args, error = refused("--recompute-granularity none --gpu-memory-gib 70")
+    assert "selective works" in str(error)
+    check(parse_args([*FLAGS, "--recompute-granularity", "selective", "--gpu-memory-gib", "70"]))
+    needed = float(re.search(r"([\d.]+) GiB on a rank", str(error))[1])
+    check(parse_args([*FLAGS, "--recompute-granularity", "none", "--gpu-memory-gib", str(needed + 0.01)]))
