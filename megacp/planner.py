@@ -5,8 +5,9 @@
     prediction.device_bytes, prediction.host_bytes, prediction.parts      # peak; pinned; {"states": …, "buffers": …}
     prediction.moment, prediction.buffers                                 # "layer backward", {"k, v": …, "dxn": …}: the buffers by name
 
-There is no second model of the layer here to fall behind: allocations are those of `megacp.model.decoder_layer`, at their true size,
-with the attention kernel's own workspace from `megacp.kernels.attention.stub` and the exchanges through `Loopback`.
+There is no second model of the layer here to fall behind: allocations are those of `megacp.model.decoder_layer`, at their true size
+(of like tiles and query chunks a few are run: `megacp.planning.few_tiles`), with the attention kernel's own workspace from
+`megacp.kernels.attention.stub` and the exchanges through `Loopback`.
 
 Worked example, Llama3-8B on 8 ranks, 1M tokens, U = 8, tiles of 4,096 (u = 1 GiB): a layer's backward peaks at 6.5 u above its fp32
 weight-gradient sums with everything on the device, its own h and the outputs not yet done (1.5 u) among them; at 4.1 u with `lean`.
@@ -14,8 +15,9 @@ weight-gradient sums with everything on the device, its own h and the outputs no
 
 import math
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -34,6 +36,7 @@ from megacp.model.layer_context import LayerContext
 from megacp.model.output_head import OutputHead
 from megacp.planning.buffer_names import KEPT as KEPT_NAME
 from megacp.planning.buffer_names import buffer_name
+from megacp.planning.few_tiles import FewChunks, FewRows, FewTiles, Loops, NotPeriodic, chunks_grow, few_loss_tiles
 from megacp.planning.host_states import host_state_bytes
 from megacp.planning.work import Work, WorkCounter
 
@@ -268,22 +271,39 @@ def layer_peaks(job: Job, plan: LayerPlan) -> LayerCount:
 
 @lru_cache(maxsize=256)
 def count_layer(job: Job, plan: LayerPlan) -> LayerCount:
-    """Runs one layer on the meta device, forward and backward."""
+    """One layer, forward and backward, of whose loops the ends are run where that tells all."""
+    try:
+        return run_layer(job, plan)
+    except NotPeriodic:
+        return run_layer(job, plan, every_step=True)
+
+
+def run_layer(job: Job, plan: LayerPlan, every_step: bool = False) -> LayerCount:
+    """Runs one layer on the meta device; of its loops all, or the ends, which raises NotPeriodic where these are not enough."""
     config = job.config
     layer = DecoderLayer(config, 0, device=META, dtype=job.dtype)
     ranks = job.schedule.ulysses_degree
     sequence = ranks * job.tokens // job.sequences
-    attention = AttentionSettings(
-        job.schedule, Loopback(ranks) if ranks > 1 else None, Documents(tuple(sequence * i for i in range(job.sequences + 1))),
-        config.kv_channels**-0.5, f"stub-{job.kernel}", job.query_chunk,
+    memory, work = AllocationCounter("meta", buffer_name), WorkCounter()
+    settings = dict(
+        schedule=job.schedule, group=Loopback(ranks) if ranks > 1 else None,
+        documents=Documents(tuple(sequence * i for i in range(job.sequences + 1))), scale=config.kv_channels**-0.5,
+        backend=f"stub-{job.kernel}", query_chunk=job.query_chunk,
     )  # fmt: skip
-    context = LayerContext(
+    if every_step:
+        attention, geometry, context_of = AttentionSettings(**settings), job.geometry, LayerContext
+    else:
+        joins = chunks_grow(job.schedule, config.kv_channels, settings["documents"])
+        loops = Loops(job.tokens, job.tile_size, memory, work, job.query_chunk, joins)
+        attention, geometry = FewChunks(**settings, loops=loops), FewRows(**vars(job.geometry), loops=loops)
+        context_of = partial(FewTiles, loops=loops)
+    context = context_of(
         attention, torch.empty(job.tokens, dtype=torch.int64, device=META),
         inverse_frequencies(config.kv_channels, config.rotary_base, device=META), 1.0, job.tile_size,
-        ActivationStore([plan], job.geometry, META),
+        ActivationStore([plan], geometry, META),
     )  # fmt: skip
     regions = {id(context.store.region(0, name)): name for name in KEPT}
-    with AllocationCounter("meta", buffer_name) as memory, WorkCounter() as work:
+    with memory, work:
         h_Td = torch.empty(job.tokens, config.hidden_size, dtype=job.dtype, device=META, requires_grad=True)
         out_Td = layer(h_Td, context)
         forward, forward_work = memory.peak_holders(), work.take(regions)
@@ -309,10 +329,20 @@ class HeadCount:
 
 @lru_cache(maxsize=64)
 def head_count(job: Job) -> HeadCount:
-    """Runs the head on the meta device: its input, the gradient of it, a tile, the weight gradient."""
+    """The head, as `count_layer` a layer."""
+    try:
+        return run_head(job)
+    except NotPeriodic:
+        return run_head(job, every_step=True)
+
+
+def run_head(job: Job, every_step: bool = False) -> HeadCount:
+    """Runs the head on the meta device: its input, the gradient of it, a tile, the weight gradient. `every_step` as for a layer."""
     config = job.config
     head = OutputHead(replace(config, untie_embeddings_and_output_weights=True), device=META, dtype=job.dtype)
-    with AllocationCounter("meta", buffer_name) as memory, WorkCounter() as work:
+    memory, work = AllocationCounter("meta", buffer_name), WorkCounter()
+    loops = Loops(job.tokens, job.loss_tile_size, memory, work)
+    with memory, work, nullcontext() if every_step else few_loss_tiles(loops):
         h_Td = torch.empty(job.tokens, config.hidden_size, dtype=job.dtype, device=META, requires_grad=True)
         labels_T = torch.empty(job.tokens, dtype=torch.int64, device=META)
         head(h_Td, labels_T, 1.0, job.loss_tile_size)

@@ -40,6 +40,7 @@ class AllocationCounter(TorchDispatchMode):
         self._storages: dict[int, tuple[weakref.ref, int, str]] = {}  # by address: (the storage, bytes, name)
         self._foreign: dict[int, weakref.ref] = {}  # from before
         self._live = self._peak = 0
+        self._notes_peaks = True
         self._holders_at_peak: list[tuple[str, int]] = []
 
     def live_bytes(self) -> int:
@@ -51,6 +52,11 @@ class AllocationCounter(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         self._peak = 0
+        self._note_peak()
+
+    def note_peaks(self, noted: bool) -> None:
+        """False: what is alive from here on is no peak; True: it is again."""
+        self._notes_peaks = noted
         self._note_peak()
 
     def peak_holders(self) -> dict[str, int]:
@@ -124,6 +130,6 @@ class AllocationCounter(TorchDispatchMode):
         self._live -= bytes_
 
     def _note_peak(self) -> None:
-        if self._live > self._peak or not self._peak:
+        if self._notes_peaks and (self._live > self._peak or not self._peak):
             self._peak = self._live
             self._holders_at_peak = [(name, bytes_) for _, bytes_, name in self._storages.values()]

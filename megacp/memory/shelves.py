@@ -149,8 +149,8 @@ class RegionStages:
         for staging in self._staging:
             staging.clear()
 
-    def _tiles_of(self, start: int, stop: int) -> Tiles:
-        return [(a, b) for a, b in self._tiles if start <= a and b <= stop]
+    def _tiles_of(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        return ((a, b) for a, b in self._tiles if start <= a and b <= stop)
 
     def _write(self, stage: int, start: int, stop: int, x_CtnD: Tensor) -> list[Pending]:
         return [

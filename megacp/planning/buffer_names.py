@@ -20,8 +20,8 @@ HIDDEN, RESIDUAL, WEIGHT_GRADIENTS = "hidden state", "residual gradient", "weigh
 _TILE = "projection tile"
 _PLACES = {
     "planner": {
-        ("count_layer", "h"): HIDDEN, ("count_layer", "g"): RESIDUAL, ("count_layer", "out.backward"): "weight gradients handed over",
-        ("head_count", "h"): HIDDEN, ("head_count", "labels"): "labels",
+        ("run_layer", "h"): HIDDEN, ("run_layer", "g"): RESIDUAL, ("run_layer", "out.backward"): "weight gradients handed over",
+        ("run_head", "h"): HIDDEN, ("run_head", "labels"): "labels",
     },
     "decoder_layer": {
         ("forward", "h_out"): HIDDEN, ("forward", None): "output projection tile", ("_gather_heads", None): "output projection tile",

@@ -56,7 +56,14 @@ class Work:
 
 
 class WorkCounter(TorchDispatchMode):
-    """A context manager. While it is on, the functions of `LAYER_PARTS` are replaced by counted ones."""
+    """A context manager. While it is on, the functions of `LAYER_PARTS` are replaced by counted ones.
+
+    What is done while `times` is n counts n times. `joint_chunk`, (tokens of a rank, tokens of a query chunk): what so many tokens
+    send and attend to at a time counts as that of their chunks.
+    """
+
+    times: int = 1
+    joint_chunk: tuple[int, int] | None = None
 
     def __init__(self):
         super().__init__()
@@ -103,20 +110,29 @@ class WorkCounter(TorchDispatchMode):
 
     def _note_message(self, send_C: torch.Tensor, group) -> None:
         if group is not None and group.size() > 1:
-            self._work.messages[send_C.nbytes] += 1
+            chunks = send_C.shape[1] // self._chunk_size(send_C.shape[1])
+            self._work.messages[send_C.nbytes // chunks] += chunks
 
     def _note_attention(self, kind: str, q_SHD: torch.Tensor, documents: Documents) -> None:
         queries, heads, head_dim = q_SHD.shape
-        getattr(self._work, kind)[4 * head_dim * heads * visible_pairs(documents, queries)] += 1
+        tokens = self._chunk_size(queries)
+        for after in range(0, queries, tokens):  # tokens of later chunks, which this one does not see
+            seen = documents if not after else Documents((0, documents.total - after))
+            getattr(self._work, kind)[4 * head_dim * heads * visible_pairs(seen, tokens)] += 1
+
+    def _chunk_size(self, tokens: int) -> int:
+        """Of `tokens` that are there at a time, those that would be in the job."""
+        joint, chunk = self.joint_chunk or (None, None)
+        return chunk if tokens == joint else tokens
 
     def _note_copy(self, region: HostRegion, way: str, tensor: torch.Tensor) -> None:
-        self._work.copies[id(region), way] += tensor.nbytes
+        self._work.copies[id(region), way] += self.times * tensor.nbytes
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__.rstrip("_")
         if name in FACTORS:
             left, right = args[FACTORS[name] : FACTORS[name] + 2]
-            self._work.gemm_flops[self._part] += 2 * left.numel() * right.shape[-1]
+            self._work.gemm_flops[self._part] += self.times * 2 * left.numel() * right.shape[-1]
         return function(*args, **(kwargs or {}))
 
 

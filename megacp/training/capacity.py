@@ -7,8 +7,8 @@
     fewest_gpus(args, seq_length=5242880)
 
 Flags are checked, heads scheduled, plans chosen and memory counted by what training calls. Budgets are those of one rank.
-Counting takes the longer the more tiles a rank has (seconds at a million tokens, a minute at ten), so searches begin where a line
-through two small jobs says the answer is; what they return was counted itself, and one step more was counted not to fit.
+Counting takes a moment, whatever the length, but for query chunks of several documents or beyond 2^31 elements, so searches begin
+where a line through two small jobs says the answer is; what they return was counted itself, one step more was counted not to fit.
 """
 
 import argparse
