@@ -57,7 +57,7 @@ class Loops:
         self._starts = sorted({start for span in spans for start in _ends(*span, tile_size)})
 
     def tiles(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """`(start, stop)` of tiles of the tokens `[first, last)`: all, or a chunk. A step's work counts for those left out after."""
+        """`(start, stop)` of tiles of tokens `[first, last)`: all, or a chunk. A step's work counts for those left out next."""
         starts = [start for start in self._starts if first <= start < last]
         try:
             for start, following in itertools.pairwise([*starts, starts[-1] + self._tile_size]):
