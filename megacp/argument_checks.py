@@ -271,10 +271,10 @@ def check_state(args: argparse.Namespace) -> None:
 def check_profiling(args: argparse.Namespace, world_size: int) -> None:
     """A profile has a place, steps that the run reaches, and ranks that there are."""
     if not args.profile:
-        for name in ("profile_step_end", "profile_step_start", "profile_dir"):
+        for name in ("profile_step_end", "profile_step_start", "profile_ranks", "profile_dir"):
             if getattr(args, name) is not None:
                 place = {} if args.profile_dir or args.tensorboard_dir else {"profile_dir": "profiles"}
-                _refuse(name, getattr(args, name), "needs --profile", {"profile": True} | place, {name: None})
+                _refuse(name, _text(getattr(args, name)), "needs --profile", {"profile": True} | place, {name: None})
         return
     if not args.profile_dir and not args.tensorboard_dir:
         raise ArgumentError("--profile needs --profile-dir or --tensorboard-dir; --profile-dir profiles works",
@@ -287,9 +287,14 @@ def check_profiling(args: argparse.Namespace, world_size: int) -> None:
         _refuse("profile_step_end", stop, "needs --profile-step-start", {"profile_step_start": 1}, {"profile_step_end": None})
     if stop is not None and stop <= start:
         _refuse("profile_step_end", stop, f"is not above --profile-step-start {start}", {"profile_step_end": start + 1})
+    if args.profile_ranks is None:
+        return
     absent = [rank for rank in args.profile_ranks if rank >= world_size]
     if absent:
         _refuse("profile_ranks", absent[0], f"is none of the {world_size} ranks", {"profile_ranks": [0]})
+    if args.rehearse_world_size and args.rehearse_rank not in args.profile_ranks:
+        _refuse("profile_ranks", args.profile_ranks[0], f"is not the one rehearsed, --rehearse-rank {args.rehearse_rank}",
+                {"profile_ranks": [args.rehearse_rank]}, {"rehearse_rank": args.profile_ranks[0]})  # fmt: skip
 
 
 def check_rehearsal(args: argparse.Namespace) -> None:

@@ -85,6 +85,8 @@ def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
         args.lr_decay_iters = args.train_iters
     if args.profile and not args.profile_step_start:
         args.profile_step_start = min(PROFILED_STEP, args.train_iters)
+    if args.profile and args.profile_ranks is None:
+        args.profile_ranks = [args.rehearse_rank]
     if args.profile and not args.profile_step_end:
         args.profile_step_end = args.profile_step_start + PROFILED_STEPS
     if args.lr_decay_style == "WSD" and not args.lr_wsd_decay_iters:
@@ -151,7 +153,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action):
         default = action.default
-        silent = default is None or default is False or default == argparse.SUPPRESS or "default" in action.help
+        silent = default is None or isinstance(default, bool) or default == argparse.SUPPRESS or "default" in action.help
         return action.help if silent else f"{action.help} (default: %(default)s)"
 
 
@@ -387,7 +389,8 @@ def _add_profiling(parser):
         help=f"first step to trace (default: {PROFILED_STEP}, or the last of a shorter run)")  # fmt: skip
     add("--profile-step-end", type=COUNT, metavar="STEP",
         help=f"first step not to trace any more (default: {PROFILED_STEPS} steps later)")  # fmt: skip
-    add("--profile-ranks", type=COUNT_OR_ZERO, nargs="+", default=[0], metavar="R", help="ranks that write a trace each")
+    add("--profile-ranks", type=COUNT_OR_ZERO, nargs="+", metavar="R",
+        help="ranks that write a trace each (default: 0, or the one rehearsed)")  # fmt: skip
     add("--profile-dir", metavar="DIR", help="where the traces go (default: --tensorboard-dir, where its profiler plugin sees them)")
 
 

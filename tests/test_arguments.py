@@ -65,6 +65,13 @@ def test_a_profile_takes_two_steps_once_all_is_warm_or_the_last_of_a_shorter_run
     assert (args.profile_step_start, args.profile_step_end) == expected
 
 
+@pytest.mark.parametrize("flags, rank", [((), 0), (("--rehearse-world-size", 4, "--rehearse-rank", 2), 2)])
+def test_the_rank_that_is_rehearsed_is_the_one_profiled(flags, rank):
+    args = parsed("--profile", "--profile-dir", "p", *flags)
+    validate_args(args, world_size=4)
+    assert args.profile_ranks == [rank]
+
+
 @pytest.mark.parametrize("style", ["a2a", "upipe"])
 def test_validating_twice_changes_nothing(style):
     args = parsed("--cp-comm-type", style, "--context-parallel-size", 2, "--lr-decay-style", "WSD")
@@ -196,6 +203,9 @@ CASES = [
     (["--profile", "--profile-dir", "p", "--profile-step-start", 7, "--profile-step-end", 7], 1,
      ["--profile-step-end 7", "--profile-step-start 7; 8 works"]),
     (["--profile", "--profile-dir", "p", "--profile-ranks", 2], 2, ["--profile-ranks 2", "none of the 2 ranks; 0 works"]),
+    (["--profile-ranks", 0, 3], 4, ["--profile-ranks 0 3 needs --profile;"]),
+    (["--profile", "--profile-dir", "p", "--rehearse-world-size", 4, "--rehearse-rank", 2, "--profile-ranks", 3], 4,
+     ["--profile-ranks 3 is not the one rehearsed, --rehearse-rank 2;", "--profile-ranks 2 or --rehearse-rank 3 works"]),
     (["--disk-memory-gib", 5], 1, ["--disk-memory-gib 5", "--disk-offload-dir", "without --disk-memory-gib works"]),
     (["--save-interval", 10], 1, ["--save-interval 10", "--save"]),
     (["--rope-scaling-factor", 8], 1, ["--rope-scaling-factor 8", "--rope-scaling-type none"]),
