@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"benchmark: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("benchmark: interrupted; --out has all rows measured", file=sys.stderr)
+        kept = f"; {args.out} has all rows measured" if getattr(args, "out", None) else ""
+        print(f"benchmark: interrupted{kept}", file=sys.stderr)
         return 130
     return 0
 

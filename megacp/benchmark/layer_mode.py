@@ -16,6 +16,7 @@ from megacp.benchmark.layer_bench import LayerBench, LayerCase, gemm_flops, laye
 from megacp.benchmark.report import Column
 from megacp.benchmark.roofline import outside_share, roofline
 from megacp.benchmark.session import Session, model_named
+from megacp.kernels.attention.dispatch import BACKENDS
 from megacp.memory.policy import PLANS
 from megacp.training.memory_phases import device_gauge
 
@@ -52,7 +53,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=COUNT, default=1, metavar="N",
         help="timed one after another, as in a step, where the host is ahead of the device from the second on; figures are those of one "
         "layer (default: 1)")  # fmt: skip
-    add("--attention-backend", default="auto", metavar="NAME", help="as of pretrain_llama.py")
+    add("--attention-backend", choices=("auto", *BACKENDS), default="auto", metavar="NAME",
+        help=f"auto or one of {', '.join(BACKENDS)}")  # fmt: skip
     add("--disk-offload-dir", metavar="DIR", help="for --activation-memory disk")
     add("--no-profile", action="store_false", dest="profile",
         help="without the one repetition more, not timed, whose kernels tell where the time goes")  # fmt: skip

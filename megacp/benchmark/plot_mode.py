@@ -3,7 +3,10 @@
 import argparse
 from pathlib import Path
 
+from megacp.argument_checks import ArgumentError
 from megacp.benchmark.picture import draw
+
+FORMATS = (".png", ".svg", ".pdf")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -13,5 +16,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     output = args.output or args.files[0].with_suffix(".png")
+    if output.suffix not in FORMATS:
+        raise ArgumentError(f"--output {output} does not end in {', '.join(FORMATS)}; {output.with_suffix('.png')} works")
     draw(args.files, output)
     print(f"wrote {output}")

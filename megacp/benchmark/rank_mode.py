@@ -28,6 +28,14 @@ from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
 from megacp.training.metrics import causal_pairs, model_flops_per_step
 
+# What a row gives pretrain_llama.py, and the flag here that changes it; None: nothing does, for figures are counted by it.
+ROW_FLAGS = {
+    "--model": "--model", "--num-layers": "--num-layers", "--seq-length": "--seq-length", "--context-parallel-size": "--ranks",
+    "--rehearse-world-size": "--ranks", "--upipe-heads-per-stage": "--heads-per-stage", "--cp-comm-type": "--heads-per-stage",
+    "--activation-memory": "--activation-memory", "--upipe-query-chunk": "--query-chunk", "--train-iters": "--repeats",
+    "--device": "--device", "--bf16": "--dtype", "--fp32": "--dtype", "--seed": "--seed", "--rehearse-json": "--out",
+    "--attention-mask": None,
+}  # fmt: skip
 STEP_LINE = re.compile(r"^step \d+/\d+ \| +([0-9.]+) s", re.MULTILINE)
 
 COLUMNS = [
@@ -99,6 +107,10 @@ def cases(args: argparse.Namespace) -> list[RankCase]:
         config = replace(config, num_layers=args.num_layers)
     if not (ROOT / "pretrain_llama.py").exists():
         raise ArgumentError(f"the mode rank runs pretrain_llama.py, which is not in {ROOT}; a checkout of the project works")
+    for flag in (word.partition("=")[0] for word in args.pretrain_flags):
+        if flag in ROW_FLAGS:
+            works = f"{ROW_FLAGS[flag]}, before --pretrain-flags," if ROW_FLAGS[flag] else "a run without it"
+            raise ArgumentError(f"--pretrain-flags {flag} contradicts the row, which is counted by its own; {works} works")
     stages = stage_sizes(args.heads_per_stage or [args.ranks], config)
     check_ranks(config, args.ranks, stages, args.seq_length)
     grid = itertools.product(sorted(args.seq_length), args.activation_memory, stages, args.query_chunk)

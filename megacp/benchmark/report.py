@@ -46,7 +46,7 @@ class Column:
 
 
 class Report:
-    """Rows of one mode. `out`: the folder of the files; None: console only."""
+    """Rows of one mode. `out`: the folder of the files, an earlier run's replaced; None: console only."""
 
     def __init__(self, name: str, columns: list[Column], environment: dict, ceilings: Ceilings | None, out: str | None):
         self.name, self.columns = name, columns
@@ -70,11 +70,18 @@ class Report:
         """Prints the row and its parts, and writes the files."""
         if not self.rows:
             print(self.header())
+            self._remove_stale()
         self.rows.append(row | ({"parts": parts} if parts else {}))
         print(self.line(row), flush=True)
         for part in parts or []:
             print(part_line(part), flush=True)
         self._write()
+
+    def _remove_stale(self) -> None:
+        """An earlier run's files that this one may not come to write: they would tell of other rows than those beside them."""
+        if self._folder is not None:
+            for name in (f"{self.name}_parts.csv", f"{self.name}.png"):
+                (self._folder / name).unlink(missing_ok=True)
 
     def _write(self) -> None:
         if self._folder is None:

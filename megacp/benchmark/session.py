@@ -21,6 +21,7 @@ from megacp.benchmark.report import Column, Report
 from megacp.benchmark.runner import Runner
 from megacp.model.config import ModelConfig, preset
 from megacp.training.initialize import select_device
+from megacp.training.path_checks import check_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 EXPECTED_SHARE = 0.3  # of the matmul ceiling, to guess how long the first case takes
@@ -66,7 +67,14 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def open_session(args: argparse.Namespace) -> Session:
-    start, device = time.monotonic(), select_device(args.device)
+    """Raises ArgumentError for a --device or an --out that cannot be used."""
+    start = time.monotonic()
+    if args.out is not None:
+        check_folder("--out", Path(args.out))
+    try:
+        device = select_device(args.device)
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
     dtype = DTYPES[args.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     torch.manual_seed(args.seed)
     environment = describe(device, args.commit)

@@ -19,16 +19,16 @@ def check_paths(args: argparse.Namespace) -> None:
     if args.load is not None:
         _check_load(Path(args.load), args)
     if args.save is not None:
-        _check_folder("--save", Path(args.save))
+        check_folder("--save", Path(args.save))
         _check_not_anothers(Path(args.save), args.load)
 
 
 def check_logs(args: argparse.Namespace) -> None:
     """For the rank that writes them."""
     if args.tensorboard_dir is not None:
-        _check_folder("--tensorboard-dir", Path(args.tensorboard_dir))
+        check_folder("--tensorboard-dir", Path(args.tensorboard_dir))
     if args.profile_dir is not None:
-        _check_folder("--profile-dir", Path(args.profile_dir))
+        check_folder("--profile-dir", Path(args.profile_dir))
     for flag, file, example in (
         ("--log-jsonl", args.log_jsonl, "log.jsonl"),
         ("--heartbeat-file", args.heartbeat_file, "heartbeat.json"),
@@ -36,7 +36,7 @@ def check_logs(args: argparse.Namespace) -> None:
         ("--record-memory-history", args.record_memory_history, "memory.pickle"),
     ):
         if file is not None:
-            _check_file(flag, Path(file), example)
+            check_file(flag, Path(file), example)
 
 
 def _check_load(load: Path, args: argparse.Namespace) -> None:
@@ -69,16 +69,16 @@ def _check_not_anothers(save: Path, load: str | None) -> None:
         )
 
 
-def _check_file(flag: str, path: Path, example: str) -> None:
+def check_file(flag: str, path: Path, example: str) -> None:
     """`path` is a file that can be written, or can be made."""
     if path.is_dir():
         raise ArgumentError(f"{flag} {path} is a folder; a file in it works: {flag} {path / example}")
     if path.exists() and not os.access(path, os.W_OK):
         raise ArgumentError(f"{flag} {path} cannot be written; another file works")
-    _check_folder(flag, path.parent, shown=path)
+    check_folder(flag, path.parent, shown=path)
 
 
-def _check_folder(flag: str, path: Path, shown: Path | None = None) -> None:
+def check_folder(flag: str, path: Path, shown: Path | None = None) -> None:
     """`path` is a folder that can be written, or can be made."""
     shown, existing = shown or path, path.absolute()
     while not existing.exists():

@@ -66,6 +66,15 @@ def test_files_are_whole_after_every_row(tmp_path):
     assert not list(folder.glob("*.tmp"))
 
 
+def test_no_file_of_an_earlier_run_stays_beside_the_rows_of_another(tmp_path):
+    report_in(tmp_path).add(row(1024), [{"phase": "forward", "part": "gemm", "exposed_s": 1.0, "exposed_share": 0.5}])
+    (tmp_path / "layer.png").touch()
+    later = report_in(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4  # nothing measured, nothing lost
+    later.add(row(2048))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["layer.csv", "layer.json"]
+
+
 def test_an_interrupted_run_keeps_its_rows(tmp_path):
     runner = Runner(report_in(tmp_path), rate=1e12, time_budget_s=None, start=time.monotonic())
 

@@ -96,6 +96,7 @@ def test_a_budget_of_no_time_measures_nothing_and_says_so(tool, capsys):
         ("--documents 4K --seq-length 1K", "--documents 4096 are more than --seq-length 1024"),
         ("--activation-memory disk", "--disk-offload-dir DIR"),
         ("--model llama-tinny", "llama-tiny is the nearest"),
+        (f"--out {TOOL}", f"--out {TOOL}: {TOOL} is a file, not a folder"),
     ],
 )
 def test_flags_that_cannot_run_are_refused_at_once(tool, flags, message, capsys):
@@ -104,7 +105,29 @@ def test_flags_that_cannot_run_are_refused_at_once(tool, flags, message, capsys)
     assert message in captured.err and not captured.out
 
 
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--seq-length 4096", "--pretrain-flags --seq-length contradicts the row"),
+        ("--mlp-tile-size 256 --dtype=x --bf16", "--pretrain-flags --bf16 contradicts the row"),
+        ("--attention-mask=document", "counted by its own; a run without it works"),
+    ],
+)
+def test_flags_that_would_measure_another_job_than_the_row_says_are_refused(tool, flags, message, capsys):
+    assert tool.main(["rank", *COMMON, "--model", "llama-tiny", "--ranks", "4", "--pretrain-flags", *flags.split()]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err and not captured.out
+
+
+def test_a_picture_has_a_form_that_can_be_drawn(tool, tmp_path, capsys):
+    assert tool.main(["plot", str(tmp_path / "layer.json"), "--output", "x"]) == 1
+    assert "--output x does not end in .png, .svg, .pdf; x.png works" in capsys.readouterr().err
+
+
 def test_what_argparse_refuses(tool, capsys):
     with pytest.raises(SystemExit):
         tool.main([*LAYER, "--seq-length", "1G"])
     assert "'1G' is not a number of tokens; 131072, 128K or 1M are" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        tool.main([*LAYER, "--attention-backend", "fa5"])
+    assert "'fa5'" in capsys.readouterr().err
