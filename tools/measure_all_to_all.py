@@ -25,10 +25,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megacp.argument_checks import ArgumentError
 from megacp.arguments import COUNT, COUNT_OR_ZERO
 from megacp.benchmark.collectives import COLLECTIVES, Timing, measure
 from megacp.benchmark.environment import describe
 from megacp.training.initialize import launched_rank, launched_world_size, select_device
+from megacp.training.path_checks import check_file
 
 SIZES = ("256K", "1M", "4M", "16M", "64M", "256M", "1G")
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -62,19 +64,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", metavar="FILE", help="JSON for tools/plan_memory.py --calibrate")
     args = parser.parse_args(argv)
     ranks = launched_world_size()
-    problem = _problem(args, ranks)
-    if problem:
+    try:
+        _check(args, ranks)
+        device = select_device(args.device)
+    except ValueError as error:
         if launched_rank() == 0:
-            print(f"measure_all_to_all: {problem}", file=sys.stderr)
+            print(f"measure_all_to_all: {error}", file=sys.stderr)
         return 2
-    device = select_device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     first = dist.get_rank() == 0
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     if first:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        print(f"{ranks} x {name}, bf16, medians of {args.repeats}\n{HEAD}", flush=True)
+        print(f"{ranks} x {gpu}, bf16, medians of {args.repeats}\n{HEAD}", flush=True)
     timings: dict[str, list[Timing]] = {name: [] for name in args.collectives}
     for gpus in args.gpus or [ranks]:
         group, _ = dist.new_subgroups(gpus, timeout=TIMEOUT)
@@ -86,19 +89,23 @@ def main(argv: list[str] | None = None) -> int:
                     print(row(name, timing), flush=True)
     if first and args.output:
         found = {name: [dataclasses.asdict(timing) for timing in rows] for name, rows in timings.items()}
-        Path(args.output).write_text(json.dumps(found | {"environment": describe(device, None)}, indent=2) + "\n", encoding="utf-8")
+        found |= {"device": gpu, "environment": describe(device, None)}
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.output).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     dist.destroy_process_group()
     return 0
 
 
-def _problem(args: argparse.Namespace, ranks: int) -> str | None:
+def _check(args: argparse.Namespace, ranks: int) -> None:
+    """Raises ArgumentError for what would fail only once all is measured, too."""
     if ranks < 2:
-        return f"{ranks} rank has none to exchange with; torchrun --standalone --nproc-per-node 2 works"
+        raise ArgumentError(f"{ranks} rank has none to exchange with; torchrun --standalone --nproc-per-node 2 works")
     for gpus in args.gpus or []:
         if gpus < 2 or ranks % gpus:
             works = " or ".join(str(size) for size in range(2, ranks + 1) if ranks % size == 0)
-            return f"--gpus {gpus} is not a part of the {ranks} ranks with 2 or more; {works} works"
-    return None
+            raise ArgumentError(f"--gpus {gpus} is not a part of the {ranks} ranks with 2 or more; {works} works")
+    if args.output is not None:
+        check_file("--output", Path(args.output), "all_to_all.json")
 
 
 HEAD = f"{'collective':15}{'GPUs':>6}{'MiB a rank':>12}{'µs':>12}{'GB/s bus':>11}"

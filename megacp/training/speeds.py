@@ -96,6 +96,8 @@ def speeds_from(gpu: str | None, calibration_files: list[str]) -> Speeds:
         speeds = calibrated(speeds, rehearsals)
     for path, report in reports.items():
         if "all_to_all" in report:
+            if report.get("device") == "cpu":
+                raise ArgumentError(f"--calibrate {path} was measured on CPUs; tools/measure_all_to_all.py on GPUs works")
             speeds = with_all_to_all(speeds, read_all_to_all(path))
     return speeds
 

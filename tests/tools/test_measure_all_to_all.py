@@ -45,7 +45,7 @@ def test_all_collectives_by_size_and_group_and_the_planner_reads_them(tmp_path):
     curves = read_all_to_all(str(file))
     entry = next(entry for entry in written["all_to_all"] if entry["gpus"] == 4 and entry["bytes_per_rank"] == 2**20)
     assert set(curves) == {2, 4} and curves[4][1] == (2**20, 2**20 / entry["seconds"])
-    assert "cores" in written["environment"]["device"]
+    assert "cores" in written["environment"]["device"] and written["device"] == "cpu"
 
 
 def test_bus_bandwidth_counts_what_goes_to_others():
@@ -53,7 +53,14 @@ def test_bus_bandwidth_counts_what_goes_to_others():
     assert tool().row("all_to_all", Timing(2**28, 0.001, 2)).split() == ["all_to_all", "2", "256.00", "1000.0", "134.22"]
 
 
-@pytest.mark.parametrize("ranks, flags, said", [("1", [], "nproc-per-node 2 works"), ("6", ["--gpus", "4"], "2 or 3 or 6 works")])
+@pytest.mark.parametrize(
+    "ranks, flags, said",
+    [
+        ("1", [], "nproc-per-node 2 works"), ("6", ["--gpus", "4"], "2 or 3 or 6 works"),
+        ("2", ["--output", f"{Path(__file__)}/all.json"], "is a file, not a folder"),
+        ("2", ["--output", f"{Path(__file__).parent}"], "a file in it works"),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_measured_is_refused(ranks, flags, said, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", ranks)
     monkeypatch.setenv("RANK", "0")

@@ -190,6 +190,9 @@ def test_calibration_files_of_both_kinds(tool, capsys, tmp_path):
     assert parts["all-to-all"] > 0.1
     status, _, error = answer(tool, capsys, *job, "--calibrate", report_of(tmp_path / "r.json", "cpu"))
     assert status == 1 and "was rehearsed on a CPU; a rehearsal on a GPU works" in error
+    exchanges.write_text(json.dumps(json.loads(exchanges.read_text()) | {"device": "cpu"}))
+    status, _, error = answer(tool, capsys, *job, "--calibrate", str(exchanges))
+    assert status == 1 and f"--calibrate {exchanges} was measured on CPUs" in error
 
 
 def test_docstring_examples_are_true():
