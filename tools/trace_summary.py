@@ -140,10 +140,9 @@ def read_trace(path: str | Path) -> Trace:
     try:
         with opened(path, "rt", encoding="utf-8") as file:
             content = json.load(file)
-        events = content["traceEvents"]
-    except (ValueError, KeyError, TypeError, EOFError, gzip.BadGzipFile) as error:
+        complete = [event for event in content["traceEvents"] if event.get("ph") == "X"]
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is no whole Chrome trace ({type(error).__name__}: {error}); the files of --profile are") from None
-    complete = [event for event in events if event.get("ph") == "X"]
     work = device_work(complete)
     has_gpu = bool(work)
     work = work or operators(complete)

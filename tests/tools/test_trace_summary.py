@@ -192,7 +192,10 @@ def test_table_and_json_say_the_same(tmp_path, capsys):
     assert values["phases"]["forward"] == pytest.approx({"compute": 40e-6, "comm": 10e-6, "copy": 0, "idle": 5e-6, "total": 55e-6})
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"traceEvents": []}', b"\x1f\x8b no gzip"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'{"traceEvents": []}', b'{"traceEvents": 3}', b'{"traceEvents": [1]}', b"\x1f\x8b no gzip"],
+)
 @pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
 def test_what_is_no_trace_is_named(tmp_path, capsys, name, content):
     path = tmp_path / name
