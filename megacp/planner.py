@@ -258,6 +258,7 @@ def table(plans: list[LayerPlan]) -> list[str]:
         if layer == len(plans) or plans[layer] != plans[first]:
             places = ", ".join(f"{name.replace('_', ' ')} {getattr(plans[first], name)}" for name in KEPT + SCRATCH)
             places += ", stages prefetched" if plans[first].prefetch else ""
+            places += ", products kept" if plans[first].products else ""
             lines.append(f"layers {first}-{layer - 1}: {places}" if layer - first > 1 else f"layer {first}: {places}")
             first = layer
     return lines

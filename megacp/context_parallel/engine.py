@@ -276,7 +276,7 @@ def _attend(settings, stage, runs, q_XnD, held_kv):
 
 def _attend_backward(settings, stage, runs, do_XnD, q_XnD, o_XnD, lse_nX, held_kv, kv_grads):
     """Returns dq_XnD; adds to `kv_grads[arrival]`, made at the first use as large as what arrived."""
-    dq_runs, row = [], 0
+    dq_runs, row, whole = [], 0, len(q_XnD) == settings.documents.total
     for first, last in runs:
         origin, documents = settings.documents.of_rows(first, last)
         rows, row = slice(row, row + last - first), row + last - first
@@ -290,12 +290,12 @@ def _attend_backward(settings, stage, runs, do_XnD, q_XnD, o_XnD, lse_nX, held_k
                 do, q, k, v, o, lse, documents, settings.scale, settings.backend, settings.deterministic
             )
             dq_heads.append(dq)
-            if heads.arrival not in kv_grads and dk.shape == k_SmD.shape and len(runs) == 1:
+            if heads.arrival not in kv_grads and dk.shape == k_SmD.shape and whole:
                 kv_grads[heads.arrival] = dk, dv
                 continue
             if heads.arrival not in kv_grads:
                 # Many chunks add up: in fp32. The stages of unchunked queries are few: in the tensors' own precision.
-                dtype = k_SmD.dtype if len(runs) == 1 else compute_dtype(k_SmD.dtype)
+                dtype = k_SmD.dtype if whole else compute_dtype(k_SmD.dtype)
                 kv_grads[heads.arrival] = tuple(torch.zeros_like(x, dtype=dtype) for x in (k_SmD, v_SmD))
             for total_SmD, part in zip(kv_grads[heads.arrival], (dk, dv)):
                 _heads(total_SmD, heads.kv_start, heads.kv_count)[origin:last] += part
