@@ -11,6 +11,7 @@ the first kept, which `check` refuses.
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,13 @@ from megacp.memory.disk_region import DiskPool, DiskRegion
 from megacp.memory.host_region import HostPool, HostRegion, Pending, padded
 from megacp.memory.policy import DISK, GPU, HOST, RECOMPUTE, LayerPlan
 from megacp.memory.shelves import DeviceBlocks, DeviceRows, DeviceStages, RegionBlocks, RegionRows, RegionStages, Tiles
-from megacp.model.config import ModelConfig
+
+
+class ModelShape(Protocol):
+    """What the store needs to know of a model; its config has it."""
+
+    hidden_size: int
+    kv_channels: int
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class Geometry:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: ModelConfig, schedule: HeadSchedule, tokens: int, tile_size: int, dtype: torch.dtype) -> "Geometry":
+    def of(cls, config: ModelShape, schedule: HeadSchedule, tokens: int, tile_size: int, dtype: torch.dtype) -> "Geometry":
         """Of a model's layer under `schedule`, with `tokens` on this rank."""
         heads = schedule.heads_per_stage // schedule.ulysses_degree
         return cls(
