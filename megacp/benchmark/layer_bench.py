@@ -74,7 +74,7 @@ class LayerCase:
 
     @property
     def plan_name(self) -> str:
-        return self.activation_memory + (", recompute" if self.recompute == "full" else "")
+        return self.activation_memory + {"none": ", no recompute", "selective": "", "full": ", recompute"}[self.recompute]
 
     @property
     def schedule(self) -> HeadSchedule:

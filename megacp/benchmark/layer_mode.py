@@ -22,7 +22,7 @@ from megacp.training.memory_phases import device_gauge
 
 COLUMNS = [
     Column("seq_length", "length", "tokens", 8), Column("documents", "docs", ",", 5), Column("method", "method", "", 10),
-    Column("plan", "plan", "", 15), Column("prefetch", "ahead", "", 5), Column("query_chunk", "q chunk", "tokens", 7),
+    Column("plan", "plan", "", 18), Column("prefetch", "ahead", "", 5), Column("query_chunk", "q chunk", "tokens", 7),
     Column("mlp_tile_size", "tile", "tokens", 5), Column("attention", "attn", "", 9), Column("first_s", "first s", ".3f", 9),
     Column("forward_s", "fwd s", ".4f", 9), Column("backward_s", "bwd s", ".4f", 9),
     Column("tokens_per_s_per_gpu", "tok/s/GPU", ",.1f", 10), Column("model_tflops", "TFLOP/s", ".4g", 8),

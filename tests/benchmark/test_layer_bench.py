@@ -42,6 +42,7 @@ def test_attention_runs_again_only_where_the_plan_says_so():
 def test_names_of_methods_and_plans():
     assert (CASE.method, dataclasses.replace(CASE, heads_per_stage=8).method) == ("upipe U=4", "a2a")
     assert dataclasses.replace(CASE, activation_memory="lean", recompute="full").plan_name == "lean, recompute"
+    assert dataclasses.replace(CASE, recompute="none").plan_name == "gpu, no recompute"
     ahead = [dataclasses.replace(CASE, prefetch=prefetch).describe()["prefetch"] for prefetch in (0, 1)]
     assert ahead == [0, 1]
 
