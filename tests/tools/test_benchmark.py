@@ -1,11 +1,12 @@
 """The benchmark as its users run it, small on a CPU: every mode gives a table and files; what cannot run is refused with advice."""
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+
+from tests.tools.loading import load_tool
 
 TOOL = Path(__file__).parents[2] / "tools" / "benchmark.py"
 COMMON = "--device cpu --repeats 1".split()
@@ -14,10 +15,7 @@ LAYER = "layer --model llama-tiny --ranks 4 --mlp-tile-size 256".split()
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("benchmark", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool(TOOL)
 
 
 def rows_of(tool, folder, mode, flags):

@@ -1,6 +1,5 @@
 """The whole tool on gloo ranks; what it writes is what plan_memory.py --calibrate reads."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -10,15 +9,13 @@ import torch.distributed as dist
 from megacp.benchmark.collectives import Timing
 from megacp.training.speeds import read_all_to_all
 from tests.distributed import run_distributed
+from tests.tools.loading import load_tool
 
 TOOL = Path(__file__).parents[2] / "tools" / "measure_all_to_all.py"
 
 
 def tool():
-    spec = importlib.util.spec_from_file_location("measure_all_to_all", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool(TOOL)
 
 
 def ranks_main(rank, world_size, flags):

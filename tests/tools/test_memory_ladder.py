@@ -1,6 +1,5 @@
 """The ladder's table, picture and JSON: what was measured, what was predicted and why; a run that is ended keeps what it has."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ import pytest
 from megacp.memory.units import GIB
 from megacp.planning.ladder import PARTS, ladder
 from megacp.training.capacity import job_of, parse_planned
+from tests.tools.loading import load_tool
 
 TOOL = Path(__file__).parents[2] / "tools" / "memory_ladder.py"
 FLAGS = "--model llama-tiny --vocab-size 512 --mlp-tile-size 512 --loss-tile-size 512 --seq-length 4096".split()
@@ -24,11 +24,7 @@ FORMULA, NO_CODE = ("baseline", "+ FSDP", "+ Ulysses"), "megacp has no such code
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("memory_ladder", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["memory_ladder"] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    return load_tool(TOOL)
 
 
 def rungs_of(out: Path) -> dict[str, dict]:

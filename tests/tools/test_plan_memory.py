@@ -1,7 +1,6 @@
 """Answers of the planning tool against the planner asked step by step."""
 
 import doctest
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -17,6 +16,7 @@ from megacp.training.activation_plans import activation_plans
 from megacp.training.rehearsals import job_settings
 from megacp.training.speeds import speeds_of
 from megacp.training.step_time import predict_step_time
+from tests.tools.loading import load_tool
 
 TOOL = Path(__file__).parents[2] / "tools" / "plan_memory.py"
 SMALL = "--model llama-tiny --num-layers 3 --mlp-tile-size 2048 --loss-tile-size 1024".split()
@@ -24,10 +24,7 @@ SMALL = "--model llama-tiny --num-layers 3 --mlp-tile-size 2048 --loss-tile-size
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("plan_memory", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool(TOOL)
 
 
 def planned(*flags):

@@ -1,7 +1,6 @@
 """The picture is the first thing that a newcomer sees of a run."""
 
 import doctest
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,15 +10,14 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from tests.tools.loading import load_tool
+
 TOOL = Path(__file__).parents[2] / "tools" / "plot_loss.py"
 
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("plot_loss", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool(TOOL)
 
 
 def write_run(path, losses, end=""):

@@ -2,27 +2,17 @@
 
 import doctest
 import gzip
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tools.loading import load_tool
+
 TOOL = Path(__file__).parents[2] / "tools" / "trace_summary.py"
-
-
-def load_tool():
-    spec = importlib.util.spec_from_file_location("trace_summary", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
+tool = load_tool(TOOL)
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=12)
 
 
