@@ -216,10 +216,9 @@ def choose_plans(
 ) -> list[LayerPlan]:
     """The fastest plans, one a layer, within the limits in bytes of one rank. `disk_limit` 0: no disk; None elsewhere: no limit.
 
-    What costs least first: all on the device; then the first
-    layers' activations in host memory, as few layers as need be (the last layers' are needed first and briefest); then also the
-    backward's residual gradient through the host. What the host cannot take of the first layers goes to disk. `full`: attention runs
-    again where activations leave the device, which halves what is kept there.
+    What costs least first: all on the device; then the first layers' activations in host memory, as few layers as need be (the last
+    layers' are needed first and briefest); then also the backward's residual gradient through the host. What the host cannot take of
+    the first layers goes to disk. `full`: attention runs again where activations leave the device, which halves what is kept there.
     Raises ValueError that says what is missing, DeviceTooSmall when no room on the host or disk would help.
     """
     layers, least, device_has_room = job.config.num_layers, math.inf, False

@@ -175,7 +175,7 @@ def stages_backward(
     `pack_do(stage, start, stop)` returns the gradient of a chunk of the stage's output, as a send buffer.
     `unpack_dq(stage, start, stop, dq_CtnD)` is called once a chunk, `unpack_dkv(arrival_stage, dk_CTmD, dv_CTmD)` once for each stage
     that brought KV heads, after the last stage that uses them; block `r` comes from rank `r`. With `K < cu` several blocks hold
-    gradients of one KV head: the receiver sums them.
+    gradients of one KV head: the receiver sums them. `received` is what the forward kept, and is emptied.
     """
     schedule = settings.schedule
 

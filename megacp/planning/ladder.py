@@ -31,6 +31,7 @@ PARTS = (
     "tiles", "output head",
 )  # fmt: skip
 HIDDEN_STATES = ("hidden state", "residual gradient", "dxn")  # [T, d] of one layer
+EMBEDDING_GRADIENT = ("gradient of the embedding", "sums by token")
 IN_TILES = ("projection tile", "MLP tile", "output projection tile", "staging of copies", "weight gradient of a tile")
 
 
@@ -93,7 +94,9 @@ def _part_of(buffer: str) -> str:
     """Of a layer's buffer; q, k, v, o, their gradients, messages and workspace are attention's."""
     if buffer in HIDDEN_STATES:
         return "hidden states"
-    return "weight gradients" if "weight gradients" in buffer else "tiles" if buffer in IN_TILES else "attention"
+    if "weight gradients" in buffer or buffer in EMBEDDING_GRADIENT:
+        return "weight gradients"
+    return "tiles" if buffer in IN_TILES else "attention"
 
 
 def autograd_rung(name: str, job: Job, tokens: int, sharded: bool) -> Rung:

@@ -3,11 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.memory.policy import HOST, PLANS, RECOMPUTE, LayerPlan
-from megacp.planner import predict, predict_phases
+from megacp.model.config import preset
+from megacp.planner import Job, predict, predict_phases
 from megacp.planning.host_states import host_state_bytes
-from megacp.planning.ladder import PARTS, ladder
+from megacp.planning.ladder import PARTS, counted_rung, ladder
 from megacp.training.capacity import job_of, parse_planned
 
 FLAGS = "--model llama-tiny --mlp-tile-size 1024 --loss-tile-size 1024 --seq-length 65536".split()
@@ -66,3 +69,13 @@ def test_a_prediction_is_the_highest_of_its_phases(rungs):
         assert sorted(phases) == ["embedding backward", "head", "layer backward", "layer forward"]
         assert all(name == phase.moment for name, phase in phases.items())
         assert max(phases.values(), key=lambda phase: phase.device_bytes) == predict(rung.job, plans)
+
+
+def test_the_embeddings_gradient_is_one_of_weights():
+    """With a large tied vocabulary and few tokens the peak is where the embedding's gradient is made."""
+    config = replace(preset("llama-tiny"), vocab_size=2**17)
+    job = Job(config, build_head_schedule(8, 4, 4, 4), 1024, 4, 256, 16, torch.bfloat16)
+    prediction, rung = predict(job, [PLANS["lean"]] * 4), counted_rung("any", job, PLANS["lean"])
+    assert prediction.moment == "embedding backward" and rung.total == prediction.device_bytes
+    embedding = prediction.buffers["gradient of the embedding"] + prediction.buffers["sums by token"]
+    assert rung.parts["weight gradients"] == embedding and "attention" not in rung.parts
