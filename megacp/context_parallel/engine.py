@@ -1,7 +1,8 @@
 """The context-parallel engine: runs a layer's attention stage by stage, forward and backward.
 
-The engine knows heads, ranks and documents, and nothing of projections: the layer gives it functions that fill a stage's send
-buffer (`pack_*`) and take what comes back (`unpack_*`). One engine serves Ulysses (one stage) and UPipe (`H/U` stages).
+The engine knows heads, ranks and documents, and nothing of projections: the layer gives it a function that takes the gradients
+which came back and fills the send buffers of the next chunk. Both at a time, so that the layer reads its input once for them, which
+matters where that comes from the host. One engine serves Ulysses (one stage) and UPipe (`H/U` stages).
 
 Letters: C ranks of the group, T tokens on a rank, S = C·T, n query heads of a stage on a rank (U/cu), m KV heads that are new,
 D head dim, t tokens of a query chunk on a rank. A `[C, T, n, D]` from an all-to-all is `[S, n, D]` (see `all_to_all`).
@@ -39,6 +40,7 @@ from megacp.kernels.attention import Documents, attention_backward, attention_fo
 from megacp.kernels.precision import compute_dtype
 
 Begun = TypeVar("Begun")
+Result = TypeVar("Result")
 
 
 class StageShelf(Protocol):
@@ -110,43 +112,60 @@ class QueryChunk(NamedTuple):
     def closes_stage(self) -> bool:
         return self.stop == self.tokens
 
+    @property
+    def brings_kv(self) -> bool:
+        return self.opens_stage and self.stage.num_new_kv > 0
 
-PackQ = Callable[[Stage, int, int], torch.Tensor]
-PackKV = Callable[[Stage], tuple[torch.Tensor, torch.Tensor]]
-UnpackDQ = Callable[[Stage, int, int, torch.Tensor], None]
-UnpackDKV = Callable[[Stage, torch.Tensor, torch.Tensor], None]
-Received = dict[tuple[int, int], tuple[tuple[Exchange, Exchange] | None, Exchange]]  # (stage, start of the chunk): (k and v), q
+
+class QueryGradient(NamedTuple):
+    """Of a chunk's queries; block `r` comes from rank `r`."""
+
+    chunk: QueryChunk
+    dq_CtnD: torch.Tensor
+
+
+class KVGradient(NamedTuple):
+    """Of the KV heads that `stage` brought; block `r` comes from rank `r`. With `K < cu` several blocks hold gradients of one KV head."""
+
+    stage: Stage
+    dk_CTmD: torch.Tensor
+    dv_CTmD: torch.Tensor
+
+
+Gradient = QueryGradient | KVGradient
+Turn = Callable[[list[Gradient], QueryChunk | None], list[torch.Tensor]]
+PackDO = Callable[[Stage, int, int], torch.Tensor]
+Received = dict[tuple[int, int], list[Exchange]]  # (stage, start of the chunk): q, and k and v where they are new
 
 
 def stages_forward(
-    settings: AttentionSettings, pack_q: PackQ, pack_kv: PackKV, outputs: StageShelf, log_sum_exps: BlockShelf,
-    received: Received | None = None,
-) -> None:  # fmt: skip
+    settings: AttentionSettings, turn: Turn, outputs: StageShelf, log_sum_exps: BlockShelf, received: Received | None = None
+) -> None:
     """Attention of all heads; puts each stage's output o_CtnD of this rank's tokens and its log-sum-exp lse_nS on their shelves.
 
-    `pack_q(stage, start, stop)` returns q_CtnD of a chunk and `pack_kv(stage)` k_CTmD, v_CTmD, the send buffers; block `r` is for
-    rank `r`. Block `r` of an output holds the heads `schedule.query_heads(stage, r)`. `lse_nS` stays where it was computed: heads
-    of this rank. `received`, if given, keeps q, k and v for the backward, which else packs and sends them again.
+    `turn([], chunk)` returns the send buffers of a chunk, block `r` for rank `r`: q_CtnD, and k_CTmD and v_CTmD if it `brings_kv`.
+    Block `r` of an output holds the heads `schedule.query_heads(stage, r)`. `lse_nS` stays where it was computed: heads of this
+    rank. `received`, if given, keeps q, k and v for the backward, which else packs and sends them again.
     """
 
     def begin(chunk: QueryChunk):
-        kv = _begin_kv(settings, pack_kv(chunk.stage)) if chunk.opens_stage and chunk.stage.num_new_kv else None
-        q_CtnD = pack_q(chunk.stage, chunk.start, chunk.stop)
+        sends = turn([], chunk)
         outputs.flush()  # the copy of the output put last ran under the packing, and its memory serves the exchange
-        q = _begin(settings, q_CtnD)
-        return kv, q
+        q = _begin(settings, sends.pop(0))
+        kv = _send(settings, sends)
+        return [q, *kv]
 
     held_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     lse_parts: list[torch.Tensor] = []
     returning: list[Callable[[], None]] = []
-    for chunk, (kv, q) in _ahead(settings, begin):
-        _finish(returning)
+    for chunk, arriving in _ahead(settings, begin):
+        _results(returning)
         if received is not None:
-            received[chunk.stage.index, chunk.start] = kv, q
-        if kv is not None:
-            held_kv[chunk.stage.index] = _arrived(*kv)
-        (q_XnD,) = _arrived(q)
-        del kv, q
+            received[chunk.stage.index, chunk.start] = arriving
+        q_XnD, *kv = _arrived(arriving)
+        if kv:
+            held_kv[chunk.stage.index] = tuple(kv)
+        del arriving, kv
         o_XnD, lse_nX = _attend(settings, chunk.stage, settings.runs_of(chunk.start, chunk.stop), q_XnD, held_kv)
         del q_XnD
         o = _begin_to_tokens(settings, o_XnD)
@@ -154,7 +173,7 @@ def stages_forward(
         lse_parts.append(lse_nX.unflatten(1, (settings.schedule.ulysses_degree, -1)))
         del o, o_XnD, lse_nX
         if not settings.prefetch:
-            _finish(returning)
+            _results(returning)
         if chunk.closes_stage:
             lse_nCT = lse_parts[0] if len(lse_parts) == 1 else torch.cat(lse_parts, dim=2)
             lse_parts = []
@@ -162,68 +181,67 @@ def stages_forward(
             del lse_nCT
             for arrival in chunk.stage.releases:
                 del held_kv[arrival]
-    _finish(returning)
+    _results(returning)
 
 
 def stages_backward(
-    settings: AttentionSettings, pack_q: PackQ, pack_kv: PackKV, outputs: StageShelf, log_sum_exps: BlockShelf,
-    pack_do: PackQ, unpack_dq: UnpackDQ, unpack_dkv: UnpackDKV, received: Received | None = None,
-) -> None:  # fmt: skip
-    """Backward of `stages_forward`; attention itself is not run again.
+    settings: AttentionSettings, turn: Turn, pack_do: PackDO, outputs: StageShelf, log_sum_exps: BlockShelf,
+    received: Received | None = None,
+) -> list[Gradient]:  # fmt: skip
+    """Backward of `stages_forward`; attention itself is not run again. Returns the gradients that came back last.
 
     Takes what the forward put and releases each stage when it is done; its fetch runs under the stage's projections.
-    `pack_do(stage, start, stop)` returns the gradient of a chunk of the stage's output, as a send buffer.
-    `unpack_dq(stage, start, stop, dq_CtnD)` is called once a chunk, `unpack_dkv(arrival_stage, dk_CTmD, dv_CTmD)` once for each stage
-    that brought KV heads, after the last stage that uses them; block `r` comes from rank `r`. With `K < cu` several blocks hold
-    gradients of one KV head: the receiver sums them. `received` is what the forward kept, and is emptied.
+    `turn(gradients, chunk)` takes gradients that came back, and returns send buffers as in the forward (of no chunk: none).
+    `pack_do(stage, start, stop)` returns the gradient of a chunk of the stage's output, as a send buffer. Gradients of queries come
+    once a chunk, those of keys and values once for each stage that brought some, after the last stage that uses them. `received` is
+    what the forward kept, and is emptied.
     """
     schedule = settings.schedule
+    held_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    kv_grads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    returning: list[Callable[[], Gradient]] = []
+    lse_nCT = None
 
     def begin(chunk: QueryChunk):
         stage, start, stop = chunk.stage, chunk.start, chunk.stop
         lse = log_sum_exps.fetch(stage.index) if chunk.opens_stage else None
         output = outputs.fetch(stage.index, start, stop)
-        if received is not None:
-            kv, q = received.pop((stage.index, start))
+        # With prefetch what comes back is on its way while this chunk is packed, and is taken after that.
+        sends = turn([] if settings.prefetch else _results(returning), None if received is not None else chunk)
+        if received is None:
+            q = _begin(settings, sends.pop(0))
+            kv = _send(settings, sends)
         else:
-            kv = _begin_kv(settings, pack_kv(stage)) if chunk.opens_stage and stage.num_new_kv else None
-            q = _begin(settings, pack_q(stage, start, stop))
+            q, *kv = received.pop((stage.index, start))
         do = _begin(settings, pack_do(stage, start, stop))
         o = _begin(settings, output.wait().contiguous())
         if chunk.closes_stage:
             outputs.release(stage.index)
-        return lse, kv, (do, q, o)
+        return lse, [do, o, q, *kv]
 
-    held_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    kv_grads: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    returning: list[Callable[[], None]] = []
-    lse_nCT = None
-    for chunk, (lse, kv, arriving) in _ahead(settings, begin):
-        _finish(returning)
+    for chunk, (lse, arriving) in _ahead(settings, begin):
+        if returning:
+            turn(_results(returning), None)
         if lse is not None:
             lse_nCT = lse.wait().unflatten(1, (schedule.ulysses_degree, -1))
-        if kv is not None:
-            held_kv[chunk.stage.index] = _arrived(*kv)
-        do_XnD, q_XnD, o_XnD = _arrived(*arriving)
-        del lse, kv, arriving
+        do_XnD, o_XnD, q_XnD, *kv = _arrived(arriving)
+        if kv:
+            held_kv[chunk.stage.index] = tuple(kv)
+        del lse, arriving, kv
         lse_nX = lse_nCT[:, :, chunk.start : chunk.stop].flatten(1)
         runs = settings.runs_of(chunk.start, chunk.stop)
         dq_XnD = _attend_backward(settings, chunk.stage, runs, do_XnD, q_XnD, o_XnD, lse_nX, held_kv, kv_grads)
         del q_XnD, o_XnD, do_XnD, lse_nX
         dq = _begin_to_tokens(settings, dq_XnD)
-        returning.append(partial(_unpack_dq, unpack_dq, chunk, dq))
+        returning.append(partial(_query_gradient, chunk, dq))
         del dq, dq_XnD
-        if not settings.prefetch:
-            _finish(returning)
         for arrival in chunk.stage.releases if chunk.closes_stage else ():
             dtype = held_kv.pop(arrival)[0].dtype
             dk_SmD, dv_SmD = (total.to(dtype) for total in kv_grads.pop(arrival))
             dk, dv = _begin_to_tokens(settings, dk_SmD), _begin_to_tokens(settings, dv_SmD)
-            returning.append(partial(_unpack_dkv, unpack_dkv, schedule.stages[arrival], dk, dv))
+            returning.append(partial(_kv_gradient, schedule.stages[arrival], dk, dv))
             del dk_SmD, dv_SmD, dk, dv
-            if not settings.prefetch:
-                _finish(returning)
-    _finish(returning)
+    return _results(returning)
 
 
 def _ahead(settings: AttentionSettings, begin: Callable[[QueryChunk], Begun]) -> Iterator[tuple[QueryChunk, Begun]]:
@@ -237,22 +255,21 @@ def _ahead(settings: AttentionSettings, begin: Callable[[QueryChunk], Begun]) ->
         yield begun.pop(0)
 
 
-def _finish(returning: list[Callable[[], None]]) -> None:
-    """What chunks have sent back is taken in, in order."""
-    while returning:
-        returning.pop(0)()
+def _results(returning: list[Callable[[], Result]]) -> list[Result]:
+    """What chunks have sent back, in order; the list is emptied."""
+    return [returning.pop(0)() for _ in range(len(returning))]
 
 
 def _put(outputs: StageShelf, chunk: QueryChunk, o: Exchange) -> None:
     outputs.put(chunk.stage.index, chunk.start, chunk.stop, o.wait())
 
 
-def _unpack_dq(unpack_dq: UnpackDQ, chunk: QueryChunk, dq: Exchange) -> None:
-    unpack_dq(chunk.stage, chunk.start, chunk.stop, dq.wait())
+def _query_gradient(chunk: QueryChunk, dq: Exchange) -> QueryGradient:
+    return QueryGradient(chunk, dq.wait())
 
 
-def _unpack_dkv(unpack_dkv: UnpackDKV, arrival: Stage, dk: Exchange, dv: Exchange) -> None:
-    unpack_dkv(arrival, dk.wait(), dv.wait())
+def _kv_gradient(arrival: Stage, dk: Exchange, dv: Exchange) -> KVGradient:
+    return KVGradient(arrival, dk.wait(), dv.wait())
 
 
 def _attend(settings, stage, runs, q_XnD, held_kv):
@@ -320,9 +337,9 @@ def _begin(settings: AttentionSettings, send_C: torch.Tensor) -> Exchange:
     return exchange
 
 
-def _begin_kv(settings: AttentionSettings, packed: tuple[torch.Tensor, torch.Tensor]) -> tuple[Exchange, Exchange]:
-    k_CTmD, v_CTmD = packed
-    return _begin(settings, k_CTmD), _begin(settings, v_CTmD)
+def _send(settings: AttentionSettings, sends: list[torch.Tensor]) -> list[Exchange]:
+    """Empties the list: the memory of a send buffer is free when its exchange is over."""
+    return [_begin(settings, sends.pop(0)) for _ in range(len(sends))]
 
 
 def _begin_to_tokens(settings: AttentionSettings, x_XnD: torch.Tensor) -> Exchange:
@@ -331,6 +348,6 @@ def _begin_to_tokens(settings: AttentionSettings, x_XnD: torch.Tensor) -> Exchan
     return _begin(settings, x_XnD.contiguous().view(ranks, -1, *x_XnD.shape[1:]))
 
 
-def _arrived(*exchanges: Exchange) -> tuple[torch.Tensor, ...]:
+def _arrived(exchanges: list[Exchange]) -> list[torch.Tensor]:
     """`[C, t, n, D]`, block `r` from rank `r` → `[C·t, n, D]`: this rank's heads of the chunk's tokens of all ranks."""
-    return tuple(exchange.wait().flatten(0, 1) for exchange in exchanges)
+    return [exchange.wait().flatten(0, 1) for exchange in exchanges]

@@ -7,6 +7,8 @@ written straight to their place in the send buffer.
     g_Td ── Wo[stage columns] ──▶ do_CTnD[:, tile]                                    backward
     dxn_Td, weight gradients ◀── W ── (q/k norm)' ── RoPEᵀ ◀── dq_CTnD[:, tile]        backward
 
+The gradients of one stage and the projections of the next need the same normalised tiles, and take them in one pass over `h`.
+
 Worked example, Llama3-8B on 8 ranks, U = 8, tiles of 8,192: the query weight `[4096, 4096]` is viewed `[8, 4, 128, 4096]`; stage 1
 takes `[:, 1:2]`, so a tile makes `[8192, 8, 128]`, one head for each of the 8 ranks, and writes it to `[8, 131072, 1, 128]`.
 
@@ -14,14 +16,18 @@ Letters: C ranks of the Ulysses group, G = min(C, K) groups of KV heads, T token
 n query heads and m KV heads of a stage for one rank, D head dim, d hidden size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
+from megacp.context_parallel.engine import Gradient, QueryChunk, QueryGradient
 from megacp.context_parallel.head_schedule import Stage
 from megacp.kernels.head_layout import CosSin, pack_heads, unpack_heads
 from megacp.kernels.precision import compute_dtype
-from megacp.kernels.rms_norm import rms_norm
+from megacp.kernels.rms_norm import rms_norm, rms_norm_backward
 from megacp.kernels.rotary import rotary_cos_sin
 from megacp.kernels.weight_gradient import accumulate_weight_gradient, matrix_total
 from megacp.memory.shelves import RowShelf, read_ahead
@@ -29,7 +35,7 @@ from megacp.model.layer_context import LayerContext, LayerWeights
 
 
 class AttentionProjections:
-    """The pack and unpack functions of one layer for the engine, bound to its input and weights.
+    """What the engine calls in one layer, bound to its input and weights.
 
     `h` is the shelf of the input `h_Td`, wherever it lives. `grads` (weight-gradient totals), `dxn_Td` (gradient of the normalised
     input, added to) and `residual` (the shelf of the gradient behind the attention) are for the backward only.
@@ -50,25 +56,32 @@ class AttentionProjections:
         self.h, self.weights, self.eps, self.head_dim = h, weights, norm_epsilon, head_dim
         self.grads, self.dxn_Td, self.residual = grads, dxn_Td, residual
 
-    def pack_q(self, stage: Stage, first: int, last: int) -> Tensor:
-        """Send buffer q_CcnD of the stage's query heads for the chunk of tokens `[first, last)`; block `r` is for rank `r`."""
-        w_od = self._query_rows(self.weights.q_proj, stage).flatten(0, 2)
-        q_CcnD = self._new_send_buffer(last - first, stage.num_queries)
-        for start, stop, xn_td in self._normed_tiles(first, last):
-            tile_CtnD = q_CcnD[:, start - first : stop - first]
-            pack_heads(xn_td @ w_od.t(), tile_CtnD, 1, self._cos_sin(start, stop), self.weights.q_norm, self.eps)
-        return q_CcnD
+    def turn(self, gradients: list[Gradient], chunk: QueryChunk | None = None) -> list[Tensor]:
+        """Takes gradients that came back, then fills the send buffers of `chunk`; see `stages_forward` and `stages_backward`.
 
-    def pack_kv(self, stage: Stage) -> tuple[Tensor, Tensor]:
-        """Send buffers k_CTmD and v_CTmD of the stage's new KV heads. With `K < C` several blocks hold the same head."""
-        wk_od, wv_od = (self._kv_rows(w, stage).flatten(0, 2) for w in (self.weights.k_proj, self.weights.v_proj))
-        tokens, copies = self.context.tokens, self.schedule.kv_copies
-        k_CTmD, v_CTmD = (self._new_send_buffer(tokens, stage.num_new_kv) for _ in range(2))
-        for start, stop, xn_td in self._normed_tiles(0, tokens):
-            k_CtmD, v_CtmD = k_CTmD[:, start:stop], v_CTmD[:, start:stop]
-            pack_heads(xn_td @ wk_od.t(), k_CtmD, copies, self._cos_sin(start, stop), self.weights.k_norm, self.eps)
-            pack_heads(xn_td @ wv_od.t(), v_CtmD, copies)
-        return k_CTmD, v_CTmD
+        One pass over `h` for all that spans the same tokens.
+        """
+        sends: list[Tensor] = []
+        with ExitStack() as totals:
+            self._run([self._taking(gradient, totals) for gradient in gradients] + self._packing(chunk, sends))
+        return sends
+
+    def close(self, gradients: list[Gradient], out_Td: Tensor) -> None:
+        """The last gradients; then `out_Td` becomes the gradient of `h`. It may be the memory of `dxn_Td` or of the residual."""
+        whole = 0, self.context.tokens
+        with ExitStack() as totals:
+            steps = [self._taking(gradient, totals) for gradient in gradients]
+            self._run([step for step in steps if step.span != whole])
+            steps = [step for step in steps if step.span == whole]
+            tiles = read_ahead(self.context.tiles(), lambda tile: [self.h.fetch(*tile), self.residual.fetch(*tile)])
+            for (start, stop), (h_td, g_td) in tiles:
+                xn_td = rms_norm(h_td, self.weights.input_layernorm, self.eps)
+                for step in steps:
+                    step.take_tile(start, stop, xn_td)
+                _, dnorm_d = rms_norm_backward(
+                    self.dxn_Td[start:stop], h_td, self.weights.input_layernorm, self.eps, residual=g_td, out=out_Td[start:stop]
+                )
+                self.grads.input_layernorm.add_(dnorm_d)
 
     def pack_do(self, stage: Stage, first: int, last: int) -> Tensor:
         """Send buffer do_CcnD: the gradient of the stage's attention output, `g · Wo` of its heads; block `r` is for rank `r`.
@@ -82,27 +95,76 @@ class AttentionProjections:
         self.residual.rest()
         return do_CcnD
 
-    def unpack_dq(self, stage: Stage, first: int, last: int, dq_CcnD: Tensor) -> None:
-        """Adds the share of the stage's chunk `[first, last)` to `dxn_Td` and to the gradients of `q_proj` (and `q_norm`)."""
-        w_od = self._query_rows(self.weights.q_proj, stage).flatten(0, 2)
-        norm = self.weights.q_norm, self.grads.q_norm
-        with matrix_total(self._query_rows(self.grads.q_proj, stage)) as dw_od:
-            for start, stop, xn_td in self._normed_tiles(first, last):
-                dq_CtnD = dq_CcnD[:, start - first : stop - first]
-                dq_to = self._unpack(dq_CtnD, 1, self._cos_sin(start, stop), xn_td, w_od, *norm)
-                self._add(start, stop, dq_to, xn_td, w_od, dw_od)
+    def _packing(self, chunk: QueryChunk | None, sends: list[Tensor]) -> list["_Step"]:
+        """Adds to `sends` the chunk's buffers, to be filled: q_CcnD, and k_CTmD and v_CTmD of the stage's new KV heads.
 
-    def unpack_dkv(self, stage: Stage, dk_CTmD: Tensor, dv_CTmD: Tensor) -> None:
-        """Adds the share of the KV heads that `stage` brought; sums the copies of a head first."""
-        wk_od, wv_od = (self._kv_rows(w, stage).flatten(0, 2) for w in (self.weights.k_proj, self.weights.v_proj))
+        Block `r` is for rank `r`; with `K < C` several blocks of k and v hold the same head.
+        """
+        if chunk is None:
+            return []
+        stage, tokens = chunk.stage, self.context.tokens
+        wq_od = self._query_rows(self.weights.q_proj, stage).flatten(0, 2)
+        q_CcnD = self._new_send_buffer(chunk.stop - chunk.start, stage.num_queries)
+        sends.append(q_CcnD)
+        steps = [_Step((chunk.start, chunk.stop), partial(self.pack_q, stage, wq_od, q_CcnD, chunk.start))]
+        if chunk.brings_kv:
+            wk_od, wv_od = (self._kv_rows(w, stage).flatten(0, 2) for w in (self.weights.k_proj, self.weights.v_proj))
+            k_CTmD, v_CTmD = (self._new_send_buffer(tokens, stage.num_new_kv) for _ in range(2))
+            sends += k_CTmD, v_CTmD
+            steps.append(_Step((0, tokens), partial(self.pack_kv, stage, wk_od, wv_od, k_CTmD, v_CTmD)))
+        return steps
+
+    def pack_q(self, stage: Stage, w_od: Tensor, q_CcnD: Tensor, first: int, start: int, stop: int, xn_td: Tensor) -> None:
+        """The queries of a tile, into the buffer of the tokens from `first` on."""
+        tile_CtnD = q_CcnD[:, start - first : stop - first]
+        pack_heads(xn_td @ w_od.t(), tile_CtnD, 1, self._cos_sin(start, stop), self.weights.q_norm, self.eps)
+
+    def pack_kv(
+        self, stage: Stage, wk_od: Tensor, wv_od: Tensor, k_CTmD: Tensor, v_CTmD: Tensor, start: int, stop: int, xn_td: Tensor
+    ) -> None:
+        """Keys and values of a tile."""
+        copies = self.schedule.kv_copies
+        pack_heads(xn_td @ wk_od.t(), k_CTmD[:, start:stop], copies, self._cos_sin(start, stop), self.weights.k_norm, self.eps)
+        pack_heads(xn_td @ wv_od.t(), v_CTmD[:, start:stop], copies)
+
+    def _taking(self, gradient: Gradient, totals: ExitStack) -> "_Step":
+        """Adds the gradient's share to `dxn_Td` and to the gradients of the weights, whose sums are theirs when `totals` closes."""
+        span, w, dw = _span(gradient, (0, self.context.tokens)), self.weights, self.grads
+        if isinstance(gradient, QueryGradient):
+            stage = gradient.chunk.stage
+            w_od = self._query_rows(w.q_proj, stage).flatten(0, 2)
+            dw_od = totals.enter_context(matrix_total(self._query_rows(dw.q_proj, stage)))
+            return _Step(span, partial(self.take_dq, stage, w_od, dw_od, gradient.dq_CtnD, span[0]))
+        stage = gradient.stage
+        wk_od, wv_od = (self._kv_rows(x, stage).flatten(0, 2) for x in (w.k_proj, w.v_proj))
+        dwk_od, dwv_od = (totals.enter_context(matrix_total(self._kv_rows(x, stage))) for x in (dw.k_proj, dw.v_proj))
+        return _Step(span, partial(self.take_dkv, stage, wk_od, wv_od, dwk_od, dwv_od, gradient.dk_CTmD, gradient.dv_CTmD))
+
+    def take_dq(
+        self, stage: Stage, w_od: Tensor, dw_od: Tensor, dq_CcnD: Tensor, first: int, start: int, stop: int, xn_td: Tensor
+    ) -> None:
+        """A tile of a query gradient, which begins with token `first`."""
+        norm = self.weights.q_norm, self.grads.q_norm
+        dq_to = self._unpack(dq_CcnD[:, start - first : stop - first], 1, self._cos_sin(start, stop), xn_td, w_od, *norm)
+        self._add(start, stop, dq_to, xn_td, w_od, dw_od)
+
+    def take_dkv(
+        self, stage: Stage, wk_od: Tensor, wv_od: Tensor, dwk_od: Tensor, dwv_od: Tensor, dk_CTmD: Tensor, dv_CTmD: Tensor,
+        start: int, stop: int, xn_td: Tensor,
+    ) -> None:  # fmt: skip
+        """A tile of the gradients of keys and values; sums the copies of a head first."""
         norm, copies = (self.weights.k_norm, self.grads.k_norm), self.schedule.kv_copies
-        dwk_GmDd, dwv_GmDd = (self._kv_rows(dw, stage) for dw in (self.grads.k_proj, self.grads.v_proj))
-        with matrix_total(dwk_GmDd) as dwk_od, matrix_total(dwv_GmDd) as dwv_od:
-            for start, stop, xn_td in self._normed_tiles(0, self.context.tokens):
-                dk_to = self._unpack(dk_CTmD[:, start:stop], copies, self._cos_sin(start, stop), xn_td, wk_od, *norm)
-                self._add(start, stop, dk_to, xn_td, wk_od, dwk_od)
-                dv_to, _ = unpack_heads(dv_CTmD[:, start:stop], copies)
-                self._add(start, stop, dv_to, xn_td, wv_od, dwv_od)
+        dk_to = self._unpack(dk_CTmD[:, start:stop], copies, self._cos_sin(start, stop), xn_td, wk_od, *norm)
+        self._add(start, stop, dk_to, xn_td, wk_od, dwk_od)
+        dv_to, _ = unpack_heads(dv_CTmD[:, start:stop], copies)
+        self._add(start, stop, dv_to, xn_td, wv_od, dwv_od)
+
+    def _run(self, steps: list["_Step"]) -> None:
+        for span in dict.fromkeys(step.span for step in steps):
+            for start, stop, xn_td in self._normed_tiles(*span):
+                for step in steps:
+                    if step.span == span:
+                        step.take_tile(start, stop, xn_td)
 
     def _normed_tiles(self, first: int, last: int) -> Iterator[tuple[int, int, Tensor]]:
         """`(start, stop, xn_td)` of each tile of the tokens `[first, last)`: the normalised input."""
@@ -145,3 +207,15 @@ class AttentionProjections:
         """Backward of the GEMM of one tile: into `dxn_Td` and into the weight-gradient total of the stage."""
         self.dxn_Td[start:stop].addmm_(dy_to, w_od)
         accumulate_weight_gradient(dw_od, dy_to, xn_td)
+
+
+class _Step(NamedTuple):
+    """`take_tile(start, stop, xn_td)` is to be called for each tile of the tokens `span`."""
+
+    span: tuple[int, int]
+    take_tile: Callable[[int, int, Tensor], None]
+
+
+def _span(gradient: Gradient, whole: tuple[int, int]) -> tuple[int, int]:
+    """The tokens of a gradient."""
+    return (gradient.chunk.start, gradient.chunk.stop) if isinstance(gradient, QueryGradient) else whole

@@ -78,7 +78,7 @@ class _DecoderLayerFunction(torch.autograd.Function):
         projections = AttentionProjections(context, DeviceRows(h_Td), w, config.norm_epsilon, config.kv_channels)
         attention = replace(context.attention, prefetch=kept.plan.prefetch)
         received = None if kept.products is None else kept.products.received
-        stages_forward(attention, projections.pack_q, projections.pack_kv, kept.outputs, kept.lse, received)
+        stages_forward(attention, projections.turn, kept.outputs, kept.lse, received)
         h_out_Td = h_Td.detach() if kept.input_is_free else torch.empty_like(h_Td)
         for (start, stop), o_stages in read_ahead(context.tiles(), _output_tiles(context, kept.outputs)):
             h_mid_td = torch.addmm(h_Td[start:stop], _gather_heads(context, o_stages), w.o_proj.t())
@@ -106,7 +106,7 @@ class _DecoderLayerFunction(torch.autograd.Function):
         received = None if kept.products is None else kept.products.received
         if kept.plan.output == RECOMPUTE:
             outputs, log_sum_exps = context.store.stages(None), context.store.log_sum_exps(None)
-            stages_forward(attention, projections.pack_q, projections.pack_kv, outputs, log_sum_exps)
+            stages_forward(attention, projections.turn, outputs, log_sum_exps)
 
         residual = DeviceRows(g_Td) if kept.plan.residual_grad == GPU else context.store.residual_rows(g_Td)
         leaving = []
@@ -130,16 +130,8 @@ class _DecoderLayerFunction(torch.autograd.Function):
         # The residual gradient's own memory, once that is kept elsewhere.
         projections.dxn_Td = torch.zeros_like(g_Td) if kept.plan.residual_grad == GPU else g_Td.zero_()
         projections.residual = residual
-        stages_backward(
-            attention, projections.pack_q, projections.pack_kv, outputs, log_sum_exps,
-            projections.pack_do, projections.unpack_dq, projections.unpack_dkv, received,
-        )  # fmt: skip
-        for (start, stop), (h_td, g_td) in read_ahead(context.tiles(), lambda t: [kept.h.fetch(*t), residual.fetch(*t)]):
-            dxn_td = projections.dxn_Td[start:stop]
-            _, dnorm_d = rms_norm_backward(
-                dxn_td, h_td, w.input_layernorm, config.norm_epsilon, residual=g_td, out=g_Td[start:stop]
-            )
-            grads.input_layernorm.add_(dnorm_d)
+        last = stages_backward(attention, projections.turn, projections.pack_do, outputs, log_sum_exps, received)
+        projections.close(last, g_Td)
         return g_Td, None, None, None, *grads
 
 

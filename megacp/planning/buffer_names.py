@@ -30,14 +30,15 @@ _PLACES = {
         ("_mlp_forward", None): "MLP tile", ("_mlp_backward_", None): "MLP tile",
     },
     "attention_projections": {
-        ("pack_q", "q"): "q send", ("pack_kv", "k, v"): "k, v send", ("pack_do", "do"): "do send",
-        ("pack_q", None): _TILE, ("pack_kv", None): _TILE, ("pack_do", None): _TILE, ("unpack_dq", None): _TILE,
-        ("unpack_dkv", None): _TILE, ("_normed_tiles", None): _TILE, ("_project", None): _TILE, ("_project_backward", None): _TILE,
+        ("_packing", "q"): "q send", ("_packing", "k, v"): "k, v send", ("pack_do", "do"): "do send",
+        **{(name, None): _TILE for name in (
+            "pack_q", "pack_kv", "pack_do", "take_dq", "take_dkv", "_packing", "_taking", "_normed_tiles", "close",
+        )},
     },
     "engine": {
         **{(stages, result): name for stages in ("stages_forward", "stages_backward", "begin") for result, name in (
-            ("q", "q"), ("do", "do"), ("o", "o"), ("output", "o"), ("outputs.put", "o"), ("o, lse", "o"), ("dq", "dq"), ("unpack_dq", "dq"),
-            ("held_kv", "k, v"), ("kv", "k, v"), ("dk, dv", "dk, dv"), ("unpack_dkv", "dk, dv"),
+            ("q", "q"), ("kv", "k, v"), ("do", "do"), ("o", "o"), ("output", "o"), ("outputs.put", "o"), ("o, lse", "o"), ("dq", "dq"),
+            ("dk, dv", "dk, dv"),
             ("lse", "lse"), ("lse_parts", "lse"), ("log_sum_exps.put", "lse"),
         )},
         **{(stages, None): "attention" for stages in ("stages_forward", "stages_backward", "begin")},

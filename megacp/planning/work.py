@@ -27,7 +27,7 @@ from megacp.model.attention_projections import AttentionProjections
 from megacp.model.output_head import OutputHead
 
 LAYER_PARTS = {
-    "projections": [(AttentionProjections, name) for name in ("pack_q", "pack_kv", "pack_do", "unpack_dq", "unpack_dkv")],
+    "projections": [(AttentionProjections, name) for name in ("turn", "pack_do", "close")],
     "all-to-all": [(engine, "all_to_all"), (Exchange, "wait")],  # what ran beside the computation costs no wait
     "attention": [(engine, "attention_forward"), (engine, "attention_backward")],
     "mlp": [(decoder_layer, "_mlp_forward"), (decoder_layer, "_mlp_backward_")],

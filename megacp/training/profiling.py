@@ -9,7 +9,7 @@ tools/trace_summary.py says where the time went. The names, nested:
 
     step 10
         forward
-            layer 0 forward … pack_q stage 1 … tile 8192 … all-to-all … all-to-all wait … attention forward … copy to host … mlp
+            layer 0 forward … tile 8192 … pack_q stage 1 … all-to-all … all-to-all wait … attention forward … copy to host … mlp
             head
         backward
             layer 3 backward … pack_do stage 0 … attention backward … copy to device … mlp backward
@@ -39,7 +39,7 @@ from megacp.model.llama import Llama
 from megacp.training import step as training_step
 from megacp.training.wrapping import Wrapper, wrapped
 
-STAGE_FUNCTIONS = ("pack_q", "pack_kv", "pack_do", "unpack_dq", "unpack_dkv")  # of AttentionProjections, for one stage each
+STAGE_FUNCTIONS = ("pack_q", "pack_kv", "pack_do", "take_dq", "take_dkv")  # of AttentionProjections, for one stage each
 
 
 class StepProfiler:

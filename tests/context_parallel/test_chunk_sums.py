@@ -17,17 +17,14 @@ def kv_gradients(dtype, query_chunk):
     q, k, v, do = (torch.randn(1, TOKENS, 1, HEAD_DIM, generator=generator).bfloat16().to(dtype) for _ in range(4))
     settings = AttentionSettings(build_head_schedule(1, 1, 1, 1), None, Documents((0, TOKENS)), 0.25, "reference", query_chunk)
     outputs = DeviceStages(1, torch.empty(1, TOKENS, 1, HEAD_DIM, dtype=dtype, device="meta"), torch.device("cpu"))
-    lse, found = DeviceBlocks(), []
+    lse = DeviceBlocks()
 
-    def pack_q(stage, start, stop):
-        return q[:, start:stop].contiguous()
+    def turn(gradients, chunk):
+        return [] if chunk is None else [q[:, chunk.start : chunk.stop].contiguous(), *((k, v) if chunk.brings_kv else ())]
 
-    stages_forward(settings, pack_q, lambda stage: (k, v), outputs, lse)
-    stages_backward(
-        settings, pack_q, lambda stage: (k, v), outputs, lse, lambda stage, start, stop: do[:, start:stop].contiguous(),
-        lambda *_: None, lambda stage, dk, dv: found.extend((dk, dv)),
-    )  # fmt: skip
-    return found
+    stages_forward(settings, turn, outputs, lse)
+    last = stages_backward(settings, turn, lambda stage, start, stop: do[:, start:stop].contiguous(), outputs, lse)
+    return last[-1].dk_CTmD, last[-1].dv_CTmD
 
 
 @pytest.mark.parametrize("name", ["dk", "dv"])

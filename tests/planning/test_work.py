@@ -74,6 +74,8 @@ def test_copies_of_what_is_kept_elsewhere():
     assert back["residual_grad", "out"] == unit and back["lse", "in"] == lse and back["output", "in"] == 2 * unit
     assert back["residual_grad", "in"] == (len(job.schedule.stages) + 1) * unit  # dO of each stage, and the end
     assert not layer_peaks(job, LayerPlan()).backward_work.copies
+    # h: with the output for the MLP, before the first stage, between stages, at the end.
+    assert back["h", "in"] == (len(job.schedule.stages) + 2) * unit
     only_h = layer_peaks(job, LayerPlan(h=HOST)).backward_work.copies
     assert only_h == {("h", "in"): back["h", "in"]}
 

@@ -39,7 +39,7 @@ def test_outside_a_profile_functions_and_hooks_are_as_they_were():
     with torch.device("meta"):
         model = Llama(preset("llama-tiny"))
     optimizer = torch.optim.AdamW(model.parameters())
-    places = [(torch.Tensor, "backward"), (AttentionProjections, "pack_q"), (AttentionProjections, "unpack_dkv"),
+    places = [(torch.Tensor, "backward"), (AttentionProjections, "pack_q"), (AttentionProjections, "take_dkv"),
               (attention_projections, "read_ahead"), (decoder_layer, "read_ahead"), (output_head, "tiles"), (engine, "all_to_all"),
               (engine, "attention_backward"), (decoder_layer, "_mlp_forward"), (Copies, "to_host"),
               (training_step, "clip_grad_norm"), (optimizer, "step")]  # fmt: skip

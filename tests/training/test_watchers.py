@@ -45,19 +45,18 @@ def test_ranges_name_step_phase_layer_stage_tile_collective_and_copy(run):
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     ranges = [e for e in events if e.get("cat") == "user_annotation"]
     count = Counter(e["name"] for e in ranges)
-    micro_batches, layers, chunks = 2 * 2, 2, 1  # in two steps
+    micro_batches, layers, tiles = 2 * 2, 2, 2  # in two steps; two tiles of 32 make 64 tokens of a rank
     assert count["step 2"] == count["step 3"] == 1 and count["step 1"] == count["step 4"] == 0
     assert count["forward"] == count["head"] == count["backward"] == micro_batches
     assert count["optimizer"] == 2 * 2  # clipping and update of each step
     for layer in range(layers):
         assert count[f"layer {layer} forward"] == count[f"layer {layer} backward"] == micro_batches
     for name in ("pack_q stage 0", "pack_q stage 1"):
-        assert count[name] == 2 * chunks * layers * micro_batches  # forward and backward
-    for name in ("pack_do stage 1", "unpack_dq stage 1"):
-        assert count[name] == chunks * layers * micro_batches
+        assert count[name] == 2 * tiles * layers * micro_batches  # forward and backward
+    assert count["take_dq stage 1"] == tiles * layers * micro_batches and count["pack_do stage 1"] == layers * micro_batches
     for way in ("forward", "backward"):
         assert count[f"attention {way}"] == 2 * layers * micro_batches
-    assert count["mlp"] == count["mlp backward"] == 2 * layers * micro_batches  # two tiles of 32 make 64 tokens of a rank
+    assert count["mlp"] == count["mlp backward"] == tiles * layers * micro_batches
     assert count["all-to-all wait"] >= count["all-to-all"] > 0
     assert min(count["tile 0"], count["tile 32"], count["copy to host"], count["copy to device"]) > 0
 
