@@ -47,7 +47,8 @@ def test_a_layers_time_by_part_and_its_memory(plan, tmp_path):
     (row,) = json.loads((tmp_path / "layer.json").read_text())["rows"]
     parts = {(part["phase"], part["part"]): part for part in row["parts"]}
     for phase in ("forward", "backward"):
-        assert 0 < parts[phase, "attention"]["ceiling_share"] < 1 and 0 < parts[phase, "gemm"]["ceiling_share"] < 1.1
+        # The ceiling's product runs at the power limit, where an H200's clock is 1,400 to 1,550 MHz; a short one at 1,980.
+        assert all(0 < parts[phase, part]["ceiling_share"] < 1.5 for part in ("attention", "gemm"))
         assert parts[phase, "device copies"]["rate"] > 1e11  # bytes are in the trace
         assert (phase, "host copies") in parts or plan == "gpu"
     busy = sum(part["exposed_s"] for part in row["parts"])
