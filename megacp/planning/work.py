@@ -7,6 +7,7 @@
     forward.attention_forward      # {FLOPs of a call: calls}; 4·D for each query, head and key that it sees
     forward.messages               # {bytes that a rank hands to an all-to-all, its own block included: all-to-alls}
     forward.copies                 # {("h", "out"): …, ("h", "in"): …}: bytes between the device and host or disk, by region
+    forward.projection_reads       # {"h": …}: of those, what comes in while heads are projected
 
 The parts are those that a rehearsal times (`megacp.training.part_times`), so that work and seconds of a part can be divided.
 """
@@ -47,6 +48,7 @@ class Work:
     attention_backward: Counter = field(default_factory=Counter)
     messages: Counter = field(default_factory=Counter)
     copies: Counter = field(default_factory=Counter)
+    projection_reads: Counter = field(default_factory=Counter)
 
     @property
     def flops(self) -> float:
@@ -72,8 +74,10 @@ class WorkCounter(TorchDispatchMode):
     def take(self, regions: dict[int, str] | None = None) -> Work:
         """What was done since the last call. `regions` names those that are kept, by id; another is the residual gradient's."""
         done, self._work = self._work, Work()
-        copies = {((regions or {}).get(region, "residual_grad"), way): bytes_ for (region, way), bytes_ in done.copies.items()}
-        return replace(done, copies=Counter(copies))
+        names = regions or {}
+        copies = {(names.get(region, "residual_grad"), way): bytes_ for (region, way), bytes_ in done.copies.items()}
+        reads = {names.get(region, "residual_grad"): bytes_ for region, bytes_ in done.projection_reads.items()}
+        return replace(done, copies=Counter(copies), projection_reads=Counter(reads))
 
     def __enter__(self) -> "WorkCounter":
         for part, targets in LAYER_PARTS.items():
@@ -127,6 +131,8 @@ class WorkCounter(TorchDispatchMode):
 
     def _note_copy(self, region: HostRegion, way: str, tensor: torch.Tensor) -> None:
         self._work.copies[id(region), way] += self.times * tensor.nbytes
+        if way == "in" and self._part == "projections":
+            self._work.projection_reads[id(region)] += self.times * tensor.nbytes
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__.rstrip("_")

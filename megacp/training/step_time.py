@@ -5,15 +5,17 @@
     time.parts                                             # {"attention forward": 54.1, …, "host copies": 0.0, …}; they add up
 
 Worked example, Llama3-8B on 8 ranks, 1M tokens, U = 8: a rank's attention is 4 heads of 5.5e11 pairs a layer, 1.13e15 FLOPs forward
-and 2.5 times that backward: 6.2 s a layer. A layer's 2 u for the host, 2.1 GB, take 0.04 s and hide under it.
+and 2.5 times that backward: 6.2 s a layer. A layer's 2 u for the host, 2.1 GB, take 0.04 s and hide under it;
+the 5 u of h that come back while the backward projects take 0.1 s and hide under 0.03.
 
-A copy hides as far as its layer's pass computes and sends at least as long; a gather or a reduction under the layer beside it. An
-all-to-all hides under the attention of the stage before it where the plan prefetches, else not at all.
+What projections read comes tile by tile, one tile ahead, and hides under the projections alone. Another copy hides as far as the rest
+of its layer's pass computes and sends at least as long; a gather or a reduction under the layer beside it. An all-to-all hides under
+the attention of the stage before it where the plan prefetches, else not at all.
 """
 
 from dataclasses import dataclass
 
-from megacp.memory.policy import DISK, GPU, LayerPlan
+from megacp.memory.policy import DISK, HOST, LayerPlan
 from megacp.planner import GRADIENT_BYTES, Job, count_step
 from megacp.planning.work import OTHER, Work
 from megacp.training.metrics import model_flops_per_step, peak_flops
@@ -75,27 +77,28 @@ def _pass(job: Job, plan: LayerPlan, work: Work, fsdp_bytes: int, speeds: Speeds
     calls = sum((work.attention_forward + work.attention_backward).values())
     hidden = min(sent, forward + backward) * (1 - 1 / max(calls, 1)) if plan.prefetch else 0.0
     busy = sum(computed.values()) + sent - hidden
-    on_host, on_disk = _copied(plan, work)
+    projecting, rest = computed["projections"], busy - computed["projections"]
+    to_host, from_host, read = _copied(plan, work, [HOST, DISK])
+    to_disk, from_disk, read_of_disk = _copied(plan, work, [DISK])
     fsdp = fsdp_bytes * (job.sharding_ranks - 1) / job.sharding_ranks / speeds.nvlink
     if job.states_on_host:  # each rank's shard comes from the host, and its gradients go there
         fsdp += fsdp_bytes / job.sharding_ranks / speeds.host_copy
     return computed | {
         "all-to-all": sent - hidden,
-        "host copies": max(0.0, max(on_host.values()) / speeds.host_copy - busy),
-        "disk": max(0.0, sum(on_disk.values()) / speeds.disk - busy),
+        "host copies": max(0.0, read / speeds.host_copy - projecting)
+        + max(0.0, max(to_host, from_host - read) / speeds.host_copy - rest),
+        "disk": max(0.0, read_of_disk / speeds.disk - projecting)
+        + max(0.0, (to_disk + from_disk - read_of_disk) / speeds.disk - rest),
         "FSDP": max(0.0, fsdp - busy),
     }
 
 
-def _copied(plan: LayerPlan, work: Work) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes each way between device and host, and of these to and from disk."""
-    on_host, on_disk = {"out": 0, "in": 0}, {"out": 0, "in": 0}
+def _copied(plan: LayerPlan, work: Work, places: list[str]) -> tuple[int, int, int]:
+    """Bytes of what lives in `places`: that leave the device, that come in, and of these what projections read."""
+    moved = {"out": 0, "in": 0}
     for (name, way), bytes_ in work.copies.items():
-        if getattr(plan, name) != GPU:
-            on_host[way] += bytes_
-        if getattr(plan, name) == DISK:
-            on_disk[way] += bytes_
-    return on_host, on_disk
+        moved[way] += bytes_ if getattr(plan, name) in places else 0
+    return moved["out"], moved["in"], sum(n for name, n in work.projection_reads.items() if getattr(plan, name) in places)
 
 
 def _model_flops(job: Job) -> float:
