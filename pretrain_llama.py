@@ -38,6 +38,7 @@ from megacp.training.activation_plans import activation_plans, check_budgets, me
 from megacp.training.errors import explain_errors
 from megacp.training.evaluation import Evaluator
 from megacp.training.host_states import available_host_bytes, check_activations, prepare_host
+from megacp.training.idle_layers import computing_layers
 from megacp.training.initialize import check_launch, collective_timeout, initialize_distributed, launched_rank
 from megacp.training.initialize import job_of, launcher_notes, limit_gpu_memory, select_device, shut_down_distributed
 from megacp.training.initialize import use_deterministic_kernels
@@ -82,6 +83,7 @@ def main() -> int:
         job = memory_job(args, config, layout, schedule, dtype)
         plans = activation_plans(args, job, device)
         check_budgets(args, plans, job)
+        computing = computing_layers(job, plans, args.rehearse_layers, device)
         if not args.dry_run:
             own_room = list(dict.fromkeys(plans)) if args.rehearse_world_size else plans  # rehearsed layers of one plan share it
             check_activations(job, own_room, args.activation_memory, available_host_bytes())
@@ -99,7 +101,7 @@ def main() -> int:
             if args.dry_run:
                 print(f"dry run, rank {rank} of {layout.world_size}: all but the weights was built, nothing was trained")
             elif args.rehearse_world_size:
-                print(rehearse(args, config, layout, schedule, model, device, dtype, data).table(), flush=True)
+                print(rehearse(args, config, layout, schedule, model, device, dtype, data, computing).table(), flush=True)
             else:
                 with PeerWatch(resume=args.save) as peers:
                     train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank, peers)

@@ -301,7 +301,8 @@ def check_rehearsal(args: argparse.Namespace) -> None:
     """A rehearsal has its own report, trains nothing that is worth keeping, and is asked for by the size of its job."""
     ranks = args.rehearse_world_size
     if ranks is None:
-        for name, default in (("rehearse_rank", 0), ("rehearse_attention", "real"), ("rehearse_json", None)):
+        for name, default in (("rehearse_rank", 0), ("rehearse_attention", "real"), ("rehearse_layers", None),
+                              ("rehearse_json", None)):  # fmt: skip
             if getattr(args, name) != default:
                 _refuse(name, getattr(args, name), "needs --rehearse-world-size", {"rehearse_world_size": 8}, {name: default})
         return
@@ -312,6 +313,13 @@ def check_rehearsal(args: argparse.Namespace) -> None:
         if getattr(args, name):
             _refuse("rehearse_world_size", ranks, f"rehearses a few steps and keeps nothing, so {_flag(name)} means nothing",
                     {name: False if name == "dry_run" else None})  # fmt: skip
+
+
+def check_rehearsed_layers(args: argparse.Namespace, config: ModelConfig) -> None:
+    """Layers that compute are some of the model's. Which they are, and whether they are enough, depends on the plans."""
+    if (args.rehearse_layers or 0) > config.num_layers:
+        _refuse("rehearse_layers", args.rehearse_layers, f"is more than the {config.num_layers} layers of --num-layers",
+                {"rehearse_layers": config.num_layers}, {"rehearse_layers": None})  # fmt: skip
 
 
 def check_vocab_size(config: ModelConfig, tokenizer_vocab_size: int) -> None:

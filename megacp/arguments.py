@@ -27,6 +27,7 @@ from megacp.argument_checks import (
     check_pretrained,
     check_profiling,
     check_rehearsal,
+    check_rehearsed_layers,
     check_rope_scaling,
     check_schedule,
     check_state,
@@ -65,6 +66,7 @@ def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
         args.train_iters = REHEARSED_STEPS if args.rehearse_world_size else 1000
     config = model_config_from_args(args)
     check_model(args, config)
+    check_rehearsed_layers(args, config)
     check_parallel(args, config, world_size)
     check_batch(args, world_size)
     check_memory(args)
@@ -401,4 +403,6 @@ def _add_rehearsal(parser):
     add("--rehearse-rank", type=COUNT_OR_ZERO, default=0, metavar="R", help="which of them")
     add("--rehearse-attention", choices=("real", "stub"), default="real",
         help="stub: take the attention kernel's memory and not its hours")  # fmt: skip
+    add("--rehearse-layers", type=COUNT, metavar="K",
+        help="only so many layers compute, the others take their memory: a step's peak in little time (default: all)")  # fmt: skip
     add("--rehearse-json", metavar="FILE", help="the report for programs")

@@ -139,6 +139,13 @@ def predict_phases(job: Job, plans: list[LayerPlan]) -> dict[str, Prediction]:
     return {name: _prediction(job, plans, peak) for name, peak in {moment.name: moment for moment in ascending}.items()}
 
 
+def layer_totals(job: Job, plans: list[LayerPlan]) -> tuple[list[float], list[float]]:
+    """Bytes on the device beside the states, at the most of each layer's forward, and of each layer's backward."""
+    moments = _moments(job, plans)
+    forward, backward = ([m.total for m in moments if m.name == name] for name in ("layer forward", "layer backward"))
+    return forward, backward
+
+
 def _prediction(job: Job, plans: list[LayerPlan], peak: "_Moment") -> Prediction:
     parts = {
         "states": 0 if job.states_on_host else STATE_BYTES * job.config.parameter_count() // job.sharding_ranks,

@@ -12,6 +12,7 @@ The code is that of training: same layers, same FSDP, same store, states sharded
 fake: every buffer is allocated and filled, from this rank's own data, so numbers stay finite but mean nothing, and an all-to-all
 takes as long as a copy. With `stub` attention nothing is computed there either, but its memory is taken. On a CPU allocations
 are counted. Host and disk hold one layer of each plan, which all such layers overwrite: the room of all is reported, not taken.
+With --rehearse-layers K only K layers compute, and the others take their memory (`megacp.training.idle_layers`).
 """
 
 import argparse
@@ -32,10 +33,12 @@ from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
 from megacp.model.llama import Llama
 from megacp.parallel_state import ParallelLayout
+from megacp.planner import Job
 from megacp.planning.host_states import host_state_bytes
 from megacp.training import step
 from megacp.training.activation_plans import memory_job
 from megacp.training.fake_collectives import filled_collectives
+from megacp.training.idle_layers import idle_layers
 from megacp.training.loop import TrainingRun
 from megacp.training.memory_phases import PhaseMemory, PhaseMeter, device_gauge
 from megacp.training.metrics import StepRecord, causal_pairs
@@ -59,6 +62,8 @@ class RehearsalReport:
     dtype: str
     attention: str
     tokens_per_rank: int
+    layers: int
+    computing_layers: list[int]  # their numbers; the others only took their memory
     u: int  # bytes of one [T, d] in the compute dtype
     states: int  # alive before the step
     gradients: int  # where the states are
@@ -72,7 +77,7 @@ class RehearsalReport:
     disk: int
     step_seconds: float
     part_seconds: dict[str, float]
-    tokens_per_s_per_gpu: float
+    tokens_per_s_per_gpu: float | None  # None: not all layers computed
     copy_bytes_per_s: float | None  # between device and pinned memory, each way while both run; None on a CPU
     settings: dict  # what `megacp.training.rehearsals` makes the job of again
 
@@ -91,6 +96,7 @@ class RehearsalReport:
             f"{'states':10} {_gib(self.states)} weights and moments, {_gib(self.gradients)} gradients (this rank's shards)"
             if not self.host_states
             else f"{'states':10} {_gib(self.host_states)} weights, moments and gradients in host memory (this rank's shards)",
+            *self._computing_lines(),
             f"{'elsewhere':10} {_gib(self.host)} of host memory, {_gib(self.disk)} of disk for activations",
             "",
             f"{'memory':16}{'peak GiB':>10}{'above states GiB':>18}{'u':>9}",
@@ -104,20 +110,37 @@ class RehearsalReport:
             f"one layer alone: forward {self.layer_forward / self.u:.2f} u, backward {self.layer_backward / self.u:.2f} u and "
             f"{_gib(self.layer_weight_gradients)} of fp32 weight gradients",
             "",
-            f"{'time':16}{'seconds':>10}{'share':>8}   last step; collectives are local copies",
+            f"{'time':16}{'seconds':>10}{'share':>8}   last step{self._of_layers()}; collectives are local copies",
         ]
         rest = self.step_seconds - sum(self.part_seconds.values())
         for name, seconds in (self.part_seconds | {"other": rest, "step": self.step_seconds}).items():
             lines.append(f"{name:16}{seconds:10.3f}{seconds / self.step_seconds:8.1%}")
-        lines.append(f"{self.tokens_per_s_per_gpu:,.1f} tokens/s/GPU" + (", without attention" if "stub" in self.attention else ""))
+        if self.tokens_per_s_per_gpu is not None:
+            without = ", without attention" if "stub" in self.attention else ""
+            lines.append(f"{self.tokens_per_s_per_gpu:,.1f} tokens/s/GPU{without}")
         return "\n".join(lines)
+
+    def _of_layers(self) -> str:
+        computing = len(self.computing_layers)
+        return "" if computing == self.layers else f" with {computing} of {self.layers} layers"
+
+    def _computing_lines(self) -> list[str]:
+        computing = len(self.computing_layers)
+        if computing == self.layers:
+            return []
+        numbers = ", ".join(map(str, self.computing_layers))
+        return [f"{'layers':10} {computing} of {self.layers} layers compute (number {numbers}); the others only take their memory"]
 
 
 def rehearse(
     args: argparse.Namespace, config: ModelConfig, layout: ParallelLayout, schedule: HeadSchedule, model: Llama,
     device: torch.device, dtype: torch.dtype, data: TrainingData,
+    computing: list[int],
 ) -> RehearsalReport:  # fmt: skip
-    """Runs --train-iters steps of rank --rehearse-rank. `model` is sharded and has no memory yet; the groups are fake."""
+    """Runs --train-iters steps of rank --rehearse-rank. `model` is sharded and has no memory yet; the groups are fake.
+
+    `computing`: numbers of the layers that compute (`computing_layers`).
+    """
     settings = step_settings(args, config, layout, schedule, device, dtype, SharedRoom)  # host memory: before counting
     if args.rehearse_attention == "stub":
         stub = "stub" if args.attention_backend == "auto" else f"stub-{args.attention_backend}"
@@ -135,13 +158,15 @@ def rehearse(
             PartTimer(device, optimizer) as timer,
             wrapped([(step, "layer_context", pairs.counting)]),
             step_watchers(args, model, optimizer, device, console=True) as watchers,
+            idle_layers(model, computing),
         ):
             run = TrainingRun(
                 args, config, settings, model, optimizer, data.train, data.eod, device, dtype, meter=meter, watchers=watchers
             )
             journal = _Journal(timer, pairs, args.train_iters)
             run.train(journal)
-    report = _report(args, config, layout, settings, model, dtype, run, meter, journal)
+    job = memory_job(args, config, layout, schedule, dtype)
+    report = _report(args, job, computing, layout, settings, model, run, meter, journal)
     if args.rehearse_json:
         Path(args.rehearse_json).parent.mkdir(parents=True, exist_ok=True)
         Path(args.rehearse_json).write_text(report.to_json(), encoding="utf-8")
@@ -202,11 +227,10 @@ class _Journal:
 
 
 def _report(
-    args: argparse.Namespace, config: ModelConfig, layout: ParallelLayout, settings: StepSettings, model: Llama, dtype: torch.dtype,
+    args: argparse.Namespace, job: Job, computing: list[int], layout: ParallelLayout, settings: StepSettings, model: Llama,
     run: TrainingRun, meter: PhaseMeter, journal: _Journal,
 ) -> RehearsalReport:  # fmt: skip
-    geometry, plans = settings.store.geometry, settings.store.plans
-    unit = geometry.tokens * config.hidden_size * dtype.itemsize
+    geometry, plans, config, unit = settings.store.geometry, settings.store.plans, job.config, job.unit
     shards = (parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in model.parameters())
     weight_gradients = 4 * config.layer_parameters()
     kept = max(sum(geometry.bytes_of(name) for name in KEPT if getattr(plan, name) == GPU) for plan in plans)
@@ -216,9 +240,11 @@ def _report(
         world_size=layout.world_size,
         rank=args.rehearse_rank,
         device=torch.cuda.get_device_name(run.device) if cuda else "cpu",
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(job.dtype).removeprefix("torch."),
         attention=run.attention_backend,
         tokens_per_rank=geometry.tokens,
+        layers=config.num_layers,
+        computing_layers=computing,
         u=unit,
         states=meter.start_bytes,
         gradients=sum(4 * shard.numel() for shard in shards),
@@ -232,11 +258,11 @@ def _report(
         disk=planned_bytes(plans, geometry, DISK),
         step_seconds=journal.record.step_time_s,
         part_seconds=journal.part_seconds,
-        tokens_per_s_per_gpu=journal.record.tokens_per_s_per_gpu,
+        tokens_per_s_per_gpu=journal.record.tokens_per_s_per_gpu if len(computing) == config.num_layers else None,
         copy_bytes_per_s=copy_speed(run.device) if cuda else None,
         settings=job_settings(
-            memory_job(args, config, layout, settings.schedule, dtype), plans,
-            args.global_batch_size // (args.micro_batch_size * layout.data_parallel_size), journal.attention_pairs,
+            job, plans, args.global_batch_size // (args.micro_batch_size * layout.data_parallel_size), journal.attention_pairs,
+            len(computing),
         ),
     )
 

@@ -34,7 +34,7 @@ ROW_FLAGS = {
     "--rehearse-world-size": "--ranks", "--upipe-heads-per-stage": "--heads-per-stage", "--cp-comm-type": "--heads-per-stage",
     "--activation-memory": "--activation-memory", "--upipe-query-chunk": "--query-chunk", "--train-iters": "--repeats",
     "--device": "--device", "--bf16": "--dtype", "--fp32": "--dtype", "--seed": "--seed", "--rehearse-json": "--out",
-    "--attention-mask": None,
+    "--attention-mask": None, "--rehearse-layers": None,
 }  # fmt: skip
 STEP_LINE = re.compile(r"^step \d+/\d+ \| +([0-9.]+) s", re.MULTILINE)
 

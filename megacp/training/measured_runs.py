@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megacp.argument_checks import ArgumentError
 from megacp.memory.units import GIB
-from megacp.training.rehearsals import STUB, Rehearsal, compare
+from megacp.training.rehearsals import Rehearsal, compare
 from megacp.training.speeds import Speeds
 from megacp.training.step_time import predict_step_time
 
@@ -60,12 +60,12 @@ def against_rehearsal(run: MeasuredRun, rehearsal: Rehearsal, speeds: Speeds | N
             f"--measured {run.path} has steps of {run.tokens:,} tokens, --rehearsal {rehearsal.path} of {tokens:,}; a log and a "
             "rehearsal of the same flags work"
         )
-    compared, stub = compare(rehearsal), rehearsal.attention.startswith(STUB)
+    compared, not_timed = compare(rehearsal), rehearsal.not_timed
     time = predict_step_time(job, rehearsal.plans, speeds, rehearsal.micro_batches) if speeds else None
     of_rank = job.tokens * rehearsal.micro_batches
     seconds = {
         "measured": run.step_seconds,
-        "rehearsed": None if stub else rehearsal.step_seconds,
+        "rehearsed": None if not_timed else rehearsal.step_seconds,
         "predicted": None if time is None else time.seconds,
     }
     speed = {name: value and of_rank / value for name, value in seconds.items()}
@@ -78,7 +78,8 @@ def against_rehearsal(run: MeasuredRun, rehearsal: Rehearsal, speeds: Speeds | N
         for name in COLUMNS:
             known = None not in (row["measured"], row[name])
             row[f"{name}_off"] = row[name] / row["measured"] - 1 if known else None
-    return {"run": run.path, "rehearsal": rehearsal.path, "job": compared["job"], "steps": run.steps, "rows": rows}
+    files = {"run": run.path, "rehearsal": rehearsal.path}
+    return files | {"job": compared["job"], "steps": run.steps, "rows": rows, "not_timed": not_timed}
 
 
 def run_table(compared: list[dict]) -> list[str]:
@@ -90,6 +91,8 @@ def run_table(compared: list[dict]) -> list[str]:
         for name, row in one["rows"].items():
             cells = "".join(f"{_figure(row[column])}{_share(row[f'{column}_off'])}" for column in COLUMNS)
             lines.append(f"{name:14}{_figure(row['measured'])}{cells}".rstrip())
+        if one["not_timed"]:
+            lines.append(f"no time was rehearsed: {one['not_timed']}")
         lines.append("")
     return [*lines, f"off: from what was measured; !: more than {FAR_OFF:.0%}"]
 

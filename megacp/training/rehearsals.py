@@ -40,6 +40,15 @@ class Rehearsal:
     step_seconds: float
     part_seconds: dict[str, float]
     copy_bytes_per_s: float | None
+    computing_layers: int | None = None  # None: all. The others only took their memory
+
+    @property
+    def not_timed(self) -> str | None:
+        """Why its seconds are not those of the job's step; None: they are."""
+        layers = self.job.config.num_layers
+        if self.computing_layers not in (None, layers):
+            return f"{self.computing_layers} of {layers} layers computed"
+        return "attention was a stub" if self.attention.startswith(STUB) else None
 
     @property
     def pairs_share(self) -> float:
@@ -49,7 +58,7 @@ class Rehearsal:
         return self.attention_pairs / (self.micro_batches * job.sequences * (length * (length + 1) // 2))
 
 
-def job_settings(job: Job, plans: list[LayerPlan], micro_batches: int, attention_pairs: int) -> dict:
+def job_settings(job: Job, plans: list[LayerPlan], micro_batches: int, attention_pairs: int, computing_layers: int) -> dict:
     """What a report says of the job, beside the ranks, the dtype and the attention backend that it names for people too."""
     return {
         "model": config_to_json(job.config),
@@ -64,6 +73,7 @@ def job_settings(job: Job, plans: list[LayerPlan], micro_batches: int, attention
         "optimizer_cpu_offload": job.states_on_host,
         "plans": [dataclasses.asdict(plan) for plan in plans],
         "attention_pairs": attention_pairs,
+        "rehearsed_layers": computing_layers,
     }
 
 
@@ -74,10 +84,12 @@ def compare(rehearsal: Rehearsal) -> dict:
         job = dataclasses.replace(job, states_on_host=False)
     predicted = predict(job, rehearsal.plans)
     plans = dict.fromkeys("/".join(str(place) for place in dataclasses.astuple(plan)[:4]) for plan in rehearsal.plans)
+    layers = job.config.num_layers
+    few = f" ({rehearsal.computing_layers} computed)" if rehearsal.computing_layers not in (None, layers) else ""
     chunk = f", chunks of {job.query_chunk:,}" if job.query_chunk else ""
     return {
         "file": rehearsal.path,
-        "job": f"{job.config.name}, {job.config.num_layers} layers, 1 of {job.sharding_ranks} ranks, U {job.schedule.heads_per_stage}"
+        "job": f"{job.config.name}, {layers} layers{few}, 1 of {job.sharding_ranks} ranks, U {job.schedule.heads_per_stage}"
         f"{chunk}, h/output/lse/gradient on {' and '.join(plans)}; {rehearsal.attention}, {rehearsal.device}",
         "tokens_per_rank": job.tokens,
         "predicted_bytes": predicted.device_bytes,
@@ -125,5 +137,5 @@ def _rehearsal(path: str, report: dict) -> Rehearsal:
     return Rehearsal(
         path, report["device"], job, [LayerPlan(**plan) for plan in settings["plans"]], settings["micro_batches"], report["attention"],
         settings["attention_pairs"], report["peak"], report["reserved"], report["step_seconds"], report["part_seconds"],
-        report["copy_bytes_per_s"],
+        report["copy_bytes_per_s"], settings.get("rehearsed_layers"),
     )  # fmt: skip

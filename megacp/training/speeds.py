@@ -16,7 +16,7 @@ from megacp.argument_checks import ArgumentError
 from megacp.planner import count_step
 from megacp.planning.work import BACKWARD_FLOPS, OTHER
 from megacp.training.metrics import peak_flops
-from megacp.training.rehearsals import STUB, Rehearsal, read_json, read_rehearsal
+from megacp.training.rehearsals import Rehearsal, read_json, read_rehearsal
 
 Curve = tuple[tuple[float, float], ...]  # (x, y) with x ascending; between them y is taken on a line over log x, beyond them constant
 
@@ -129,7 +129,8 @@ def calibrated(speeds: Speeds, rehearsals: list[Rehearsal]) -> Speeds:
     """`speeds` as the rehearsals measured them. Raises ArgumentError for one that was not on such a GPU.
 
     Attention by the size of its calls, GEMMs by part; copies and the allocator's margin where they were measured. The all-to-all of a
-    rehearsal is a local copy and corrects nothing. Nor does the time of one with stub attention: its copies have nothing to hide behind.
+    rehearsal is a local copy and corrects nothing. Nor does the time of one with stub attention, whose copies have nothing to hide
+    behind, or in which not all layers computed; `sources` names these.
     """
     for rehearsal in rehearsals:
         if peak_flops(rehearsal.device) != peak_flops(speeds.gpu):
@@ -139,7 +140,9 @@ def calibrated(speeds: Speeds, rehearsals: list[Rehearsal]) -> Speeds:
     copies = [rehearsal.copy_bytes_per_s for rehearsal in rehearsals if rehearsal.copy_bytes_per_s]
     if copies:
         speeds, sources["host copies"] = replace(speeds, host_copy=sum(copies) / len(copies)), _by(len(copies))
-    timed = [rehearsal for rehearsal in rehearsals if not rehearsal.attention.startswith(STUB)]
+    timed = [rehearsal for rehearsal in rehearsals if not rehearsal.not_timed]
+    if len(timed) < len(rehearsals):
+        sources["no time of"] = ", ".join(f"{one.path} ({one.not_timed})" for one in rehearsals if one.not_timed)
     if timed:
         factors = tuple(sorted(_attention_factor(speeds, rehearsal) for rehearsal in timed))
         forward, backward = (_scaled(x, lambda flops: at(factors, flops)) for x in (speeds.attention_forward, speeds.attention_backward))

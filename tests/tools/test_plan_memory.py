@@ -160,7 +160,7 @@ def report_of(path, device, **changes):
         "world_size": 2, "device": device, "dtype": "bfloat16", "attention": "fa4", "tokens_per_rank": 4096, "reserved": None,
         "peak": predict(job, plans).device_bytes * 100 // 96, "step_seconds": 1.0, "copy_bytes_per_s": 50e9,
         "part_seconds": {"projections": 0.1, "all-to-all": 0.1, "attention": 0.2, "mlp": 0.2, "head": 0.1, "optimizer": 0.1},
-        "settings": job_settings(job, plans, 1, 8192 * 8193 // 2),
+        "settings": job_settings(job, plans, 1, 8192 * 8193 // 2, 3),
     }  # fmt: skip
     path.write_text(json.dumps(report | changes))
     return str(path)
@@ -220,15 +220,28 @@ def test_a_real_run_against_its_rehearsal_and_prediction(tool, capsys, tmp_path)
     assert "-20.0% !" in lines["step s"] and "+2.0%  " in lines["peak GiB"] and "median of 3 steps" in text
 
 
-def test_what_a_cpu_or_a_stub_does_not_tell_is_left_open(tool, capsys, tmp_path):
+def without(record, name):
+    return {key: value for key, value in record.items() if key != name}
+
+
+def test_what_a_cpu_a_stub_or_idle_layers_do_not_tell_is_left_open(tool, capsys, tmp_path):
     log = log_of(tmp_path / "run.jsonl", [2.0])
-    for report in (report_of(tmp_path / "cpu.json", "cpu"), report_of(tmp_path / "stub.json", "NVIDIA H200", attention="stub-fa4")):
+    settings = json.loads(Path(report_of(tmp_path / "r.json", "cpu")).read_text())["settings"]
+    for name, said, changes in (
+        ("cpu", None, dict(device="cpu")),
+        ("before layers could be idle", None, dict(device="cpu", settings=without(settings, "rehearsed_layers"))),
+        ("stub", "attention was a stub", dict(attention="stub-fa4")),
+        ("few", "2 of 3 layers computed", dict(attention="stub-fa4", settings=settings | {"rehearsed_layers": 2})),
+    ):
+        report = report_of(tmp_path / f"{name}.json", **(dict(device="NVIDIA H200") | changes))
         assert tool.main(["--rehearsal", report, "--measured", log, "--json"]) == 0
         (found,) = json.loads(capsys.readouterr().out)["runs"]
         assert found["rows"]["peak GiB"]["rehearsed_off"] is None and found["rows"]["step s"]["measured"] == 2.0
-        assert (found["rows"]["step s"]["predicted"] is None) == (Path(report).stem == "cpu")
-        assert (found["rows"]["step s"]["rehearsed"] is None) == (Path(report).stem == "stub")
-        assert tool.main(["--rehearsal", report, "--measured", log]) == 0 and " - " in capsys.readouterr().out
+        assert (found["rows"]["step s"]["predicted"] is None) == ("device" in changes)
+        assert (found["rows"]["step s"]["rehearsed"] is None) == (said is not None) and found["not_timed"] == said
+        assert tool.main(["--rehearsal", report, "--measured", log]) == 0
+        text = capsys.readouterr().out
+        assert " - " in text and (f"no time was rehearsed: {said}" if said else "layers, 1 of") in text
 
 
 def test_logs_and_rehearsals_that_do_not_belong_together_are_refused(tool, capsys, tmp_path):

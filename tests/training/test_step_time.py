@@ -138,11 +138,15 @@ def test_two_rehearsals_correct_attention_by_its_length():
     assert before[0] / after[0] == pytest.approx(0.5, rel=0.2) and before[1] / after[1] == pytest.approx(0.9, rel=0.1)
 
 
-def test_a_stub_corrects_no_times_and_documents_count_by_their_pairs():
+def test_a_stub_or_idle_layers_correct_no_times_and_documents_count_by_their_pairs():
     job, plans, true = job_of(), [PLANS["host"]] * 3, slower(H200, 0.8)
     stub = calibrated(H200, [rehearsal_of(job, plans, true, attention="stub-fa4")])
     assert stub.gemm == H200.gemm and stub.attention_forward == H200.attention_forward and stub.host_copy == 40e9
+    few = calibrated(H200, [rehearsal_of(job, plans, true, computing_layers=2)])
+    assert few.gemm == H200.gemm and few.attention_forward == H200.attention_forward and few.allocator_margin == pytest.approx(0.05)
+    assert few.sources["no time of"] == "r.json (2 of 3 layers computed)"
     whole = rehearsal_of(job, plans, true)
+    assert "no time of" not in calibrated(H200, [whole, replace(whole, computing_layers=3)]).sources
     short = replace(whole, attention_pairs=whole.attention_pairs // 4, part_seconds=whole.part_seconds | {
         "attention": whole.part_seconds["attention"] / 4})  # fmt: skip
     assert calibrated(H200, [short]).attention_forward[3] == pytest.approx(calibrated(H200, [whole]).attention_forward[3], rel=1e-6)
