@@ -3,11 +3,12 @@
     check_paths(args)       # every rank: --load holds what it should, --save is free or what --load goes on from
     check_logs(args)        # the first rank: --tensorboard-dir, --log-jsonl and their like can be written
 
-Looks only: nothing is made, so a --dry-run may ask too. Raises ArgumentError naming the flag, the place and one that works.
+Nothing that is made stays, so a --dry-run may ask too. Raises ArgumentError naming the flag, the place and one that works.
 """
 
 import argparse
 import os
+import tempfile
 from pathlib import Path
 
 from megacp.argument_checks import ArgumentError
@@ -87,6 +88,10 @@ def check_folder(flag: str, path: Path, shown: Path | None = None) -> None:
         raise ArgumentError(f"{flag} {shown}: {existing} is a file, not a folder; another place works")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ArgumentError(f"{flag} {shown}: no file can be made in {existing} (read-only, or not yours); another place works")
+    try:
+        tempfile.TemporaryFile(dir=existing).close()  # permissions are not all: file systems have other rules, and root has none
+    except OSError as error:
+        raise ArgumentError(f"{flag} {shown}: no file can be made in {existing} ({error.strerror}); another place works") from error
 
 
 def _holds_something(load: Path) -> bool:

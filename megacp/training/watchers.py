@@ -7,12 +7,14 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megacp.model.llama import Llama
 from megacp.training.loop import StepWatcher
+from megacp.training.path_checks import check_folder
 from megacp.training.profiling import StepProfiler
 from megacp.training.progress_monitor import ProgressMonitor, marks_of
 
@@ -35,7 +37,8 @@ def step_watchers(
             )  # fmt: skip
             watchers.append(stack.enter_context(monitor))
         if args.profile and rank in args.profile_ranks:
-            directory = args.profile_dir or args.tensorboard_dir
+            flag, directory = ("--profile-dir", args.profile_dir) if args.profile_dir else ("--tensorboard-dir", args.tensorboard_dir)
+            check_folder(flag, Path(directory))  # this rank's host may have other disks than the first one's
             first, stop = args.profile_step_start, args.profile_step_end
             watchers.append(stack.enter_context(StepProfiler(first, stop, directory, rank, model, optimizer, device)))
         yield watchers

@@ -131,3 +131,10 @@ def test_a_file_that_is_a_folder_or_is_not_ours(tmp_path, monkeypatch, name):
     check_logs(flags(**{name: tmp_path / "log"}))
     monkeypatch.setattr(path_checks.os, "access", lambda path, mode: not str(path).endswith("log"))
     assert "cannot be written" in refusal(check_logs, **{name: tmp_path / "log"})
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder whose permissions promise what it does not keep")
+@pytest.mark.parametrize("flag, check", PLACES)
+def test_a_place_that_looks_writable_and_takes_no_file(flag, check):
+    message = refusal(check, **{flag: "/proc/profiles/x"})
+    assert message.startswith("--" + flag.replace("_", "-") + " /proc/profiles/x") and "no file can be made in /proc" in message

@@ -1,5 +1,6 @@
 """Runs that are watched: traces of the steps asked for with names that tell where the time goes, progress, heartbeats."""
 
+import argparse
 import gzip
 import json
 import os
@@ -9,7 +10,10 @@ import sys
 from collections import Counter
 
 import pytest
+import torch
 
+from megacp.argument_checks import ArgumentError
+from megacp.training import watchers
 from tests.test_pretrain import MODEL, ROOT, records, train
 from tests.tools.test_trace_summary import tool
 
@@ -112,3 +116,13 @@ def test_a_run_tells_its_progress_and_ends_when_it_breaks(tmp_path):
     assert len(lines) > 1 and {phase for phase, *_ in lines} <= {"forward", "head", "backward", "optimizer"}
     places = [(int(number), float(share)) for _, number, share in lines]
     assert places == sorted(places) and places[-1][1] <= 100
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder whose permissions promise what it does not keep")
+def test_a_profiled_rank_tries_the_place_on_its_own_host(monkeypatch):
+    monkeypatch.setattr(watchers.dist, "get_rank", lambda: 3)
+    args = argparse.Namespace(heartbeat_file=None, progress_interval=0.0, profile=True, profile_ranks=[3], profile_dir="/proc/traces",
+                              tensorboard_dir=None, profile_step_start=1, profile_step_end=2)  # fmt: skip
+    with pytest.raises(ArgumentError, match="--profile-dir /proc/traces: no file can be made in /proc"):
+        with watchers.step_watchers(args, None, None, torch.device("cpu"), console=False):
+            pass
