@@ -27,6 +27,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
 
@@ -302,6 +303,15 @@ def duration_text(seconds: float) -> str:
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
     return f"{days}d {hour:02}:{minute:02}:{second:02}" if days else f"{hour:2}:{minute:02}:{second:02}"
+
+
+def minutes_text(time: timedelta) -> str:
+    """
+    >>> minutes_text(timedelta(seconds=30)), minutes_text(timedelta(hours=24))
+    ('0.5 min', '1,440 min')
+    """
+    minutes = time.total_seconds() / 60
+    return f"{minutes:,.0f} min" if minutes >= 10 else f"{minutes:.2g} min"
 
 
 def drop_steps_from(path: Path, first_step: int) -> None:

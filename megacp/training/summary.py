@@ -16,7 +16,7 @@ from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
 from megacp.parallel_state import ParallelLayout
 from megacp.planner import Job, predict, table
-from megacp.training.metrics import convention_text, model_flops_per_step, peak_flops
+from megacp.training.metrics import convention_text, minutes_text, model_flops_per_step, peak_flops
 from megacp.training.training_data import TrainingData
 
 # Model FLOP/s that a step is assumed to reach when only its order of magnitude matters (time limits).
@@ -54,7 +54,7 @@ def startup_summary(
         "plan": f"\n{'':10} ".join(table(plans)),
         "data": data.description,
         **({"evaluation": evaluation_summary(args, data)} if args.eval_interval else {}),
-        "timeout": f"{timeout.total_seconds() / 60:.0f} min for a collective",
+        "timeout": f"{minutes_text(timeout)} for a collective",
         "counting": convention_text(peak),
     }
     return "\n".join([f"{key:10} {text}" for key, text in lines.items()] + [f"{'note':10} {note}" for note in notes])
