@@ -1,5 +1,6 @@
 """The whole tool on gloo ranks; what it writes is what plan_memory.py --calibrate reads."""
 
+import doctest
 import json
 from pathlib import Path
 
@@ -56,6 +57,8 @@ def test_bus_bandwidth_counts_what_goes_to_others():
         ("1", [], "nproc-per-node 2 works"), ("6", ["--gpus", "4"], "2 or 3 or 6 works"),
         ("2", ["--output", f"{Path(__file__)}/all.json"], "is a file, not a folder"),
         ("2", ["--output", f"{Path(__file__).parent}"], "a file in it works"),
+        ("2", ["--output", "/proc/none/all.json"], "all_to_all.json works"),
+        ("2", ["--output", f"{Path(__file__).parent}/{'n' * 300}.json"], "all_to_all.json works"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused(ranks, flags, said, monkeypatch, capsys):
@@ -64,7 +67,22 @@ def test_what_cannot_be_measured_is_refused(ranks, flags, said, monkeypatch, cap
     assert tool().main(flags) == 2 and said in capsys.readouterr().err
 
 
+def test_no_size_is_empty_or_measured_twice_and_one_that_does_not_fit_is_refused(tmp_path, capfd):
+    file = tmp_path / "new" / "all_to_all.json"
+    flags = ["--device", "cpu", "--sizes", "3", "1", "4097", "4K", "4096", "--repeats", "1", "--collectives", "all_to_all", "all_to_all"]
+    assert run_distributed(ranks_main, 2, [*flags, "--gpus", "2", "2", "--output", str(file)]) == [0] * 2
+    assert [entry["bytes_per_rank"] for entry in json.loads(file.read_text())["all_to_all"]] == [4, 4096]
+    assert set(read_all_to_all(str(file))) == {2}
+    kept = file.read_text()
+    assert run_distributed(ranks_main, 2, ["--device", "cpu", "--sizes", "4K", "9000G", "--output", str(file)]) == [2] * 2
+    said = capfd.readouterr().err
+    size = said.partition("free for a rank; ")[2].split()[0]
+    assert said.count("measure_all_to_all: --sizes") == 1 and 2**20 <= tool().byte_count(size) < 2**40
+    assert file.read_text() == kept
+
+
 def test_sizes_are_read():
+    assert doctest.testmod(tool()).failed == 0
     module = tool()
     assert [module.byte_count(text) for text in ("3", "256K", "1g")] == [3, 2**18, 2**30]
     for text in ("0", "1T", "x"):
