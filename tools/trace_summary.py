@@ -29,6 +29,7 @@ import gzip
 import json
 import re
 import sys
+import zlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,18 +141,24 @@ def read_trace(path: str | Path) -> Trace:
     try:
         with opened(path, "rt", encoding="utf-8") as file:
             content = json.load(file)
-        complete = [event for event in content["traceEvents"] if event.get("ph") == "X"]
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, gzip.BadGzipFile) as error:
+        work, segments, steps, has_gpu = _contents([event for event in content["traceEvents"] if event.get("ph") == "X"])
+        rank = content.get("distributedInfo", {}).get("rank")
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path} is no whole Chrome trace ({type(error).__name__}: {error}); the files of --profile are") from None
+    if not work:
+        raise ValueError(f"{path}: no kernel and no operator ran in it; a trace of a step that was recorded to its end has them")
+    return Trace(str(path), rank, has_gpu, work, segments, steps)
+
+
+def _contents(complete: list[dict]) -> tuple[list[Work], list[Segment], int, bool]:
+    """Work, segments, steps of a trace's events that have a duration, and whether a GPU did the work; no work, no segments."""
     work = device_work(complete)
     has_gpu = bool(work)
     work = work or operators(complete)
     if not work:
-        raise ValueError(f"{path}: no kernel and no operator ran in it; a trace of a step that was recorded to its end has them")
-    annotations = [event for event in complete if event.get("cat") == "user_annotation"]
-    segments, steps = host_segments(annotations, work)
-    rank = content.get("distributedInfo", {}).get("rank")
-    return Trace(str(path), rank, has_gpu, work, segments, steps)
+        return [], [], 0, False
+    segments, steps = host_segments([event for event in complete if event.get("cat") == "user_annotation"], work)
+    return work, segments, steps, has_gpu
 
 
 def device_work(events: list[dict]) -> list[Work]:
@@ -316,16 +323,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("traces", nargs="+", metavar="FILE", help=".json or .json.gz")
     parser.add_argument("--json", action="store_true", help="for programs: a list of one object a trace, seconds a step")
     args = parser.parse_args(argv)
-    try:
-        summaries = [summarize(read_trace(path)) for path in args.traces]
-    except (OSError, ValueError) as error:
-        print(f"trace_summary: {error}", file=sys.stderr)
-        return 1
+    summaries = []
+    for path in args.traces:
+        try:
+            summaries.append(summarize(read_trace(path)))
+        except (OSError, ValueError) as error:
+            print(f"trace_summary: {error}", file=sys.stderr)
     if args.json:
         print(json.dumps([as_json(summary) for summary in summaries], indent=2))
-    else:
+    elif summaries:
         print("\n\n".join(text(summary) for summary in summaries))
-    return 0
+    return 0 if len(summaries) == len(args.traces) else 1
 
 
 if __name__ == "__main__":

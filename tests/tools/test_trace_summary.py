@@ -195,6 +195,23 @@ def test_what_is_no_trace_is_named(tmp_path, capsys, name, content):
     assert tool.main([str(tmp_path / "absent")]) == 1
 
 
+def test_a_bad_trace_keeps_none_of_the_others_from_being_told(tmp_path, capsys):
+    trace = Recorder()
+    step_with_a_lagging_gpu(trace, 0, 1)
+    good, other, half = (trace.write(tmp_path / name) for name in ("good.json.gz", "other.json", "half.json.gz"))
+    half.write_bytes(half.read_bytes()[:-30])
+    damaged = tmp_path / "damaged.json.gz"
+    damaged.write_bytes(good.read_bytes()[:20] + b"\xff" * 20 + good.read_bytes()[40:])
+    without_time = tmp_path / "without-time.json"
+    without_time.write_text(json.dumps({"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k"}]}))
+    bad = [str(half), str(damaged), str(without_time), str(tmp_path / "absent")]
+    assert tool.main([str(good), *bad, str(other)]) == 1
+    told = capsys.readouterr()
+    assert told.out.count("ms a step") == 2 and all(path in told.err for path in bad)
+    assert tool.main([*bad, str(good), "--json"]) == 1
+    assert [one["trace"] for one in json.loads(capsys.readouterr().out)] == [str(good)]
+
+
 def test_half_a_file_is_named(tmp_path, capsys):
     trace = Recorder()
     step_with_a_lagging_gpu(trace, 0, 1)
