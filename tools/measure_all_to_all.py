@@ -162,8 +162,8 @@ def _check_memory(size: int, device: torch.device) -> None:
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     most = int(SHARE * least.item()) // BUFFERS
     if size > most:
-        raise ArgumentError(f"--sizes: {size / 2**30:.2f} GiB do not fit {BUFFERS} times in the {least.item() / 2**30:.2f} GiB that are free "
-                            f"for a rank; {as_typed(most)} works")  # fmt: skip
+        free = f"{least.item() / 2**30:.2f} GiB that are free for a rank"
+        raise ArgumentError(f"--sizes: {size / 2**30:.2f} GiB do not fit {BUFFERS} times in the {free}; {as_typed(most)} works")
 
 
 HEAD = f"{'collective':15}{'GPUs':>6}{'MiB a rank':>12}{'µs':>12}{'GB/s bus':>11}"
