@@ -10,7 +10,7 @@
 # | 512k    | the same at 512K                                                           | all  |
 # | 1m      | a whole step at 1M, upipe (METHODS=a2a: a2a)                               | all  |
 # | 5m      | a step at 5M of LAYERS layers, real attention                              | all  |
-# | stub    | a step at 5M of all layers without the attention's arithmetic: its memory  | one  |
+# | stub    | the memory of a step at 5M of all layers: COMPUTED compute, no attention   | one  |
 # | longest | that at longer and longer contexts, until none a STEP longer fits          | one  |
 OUT=${OUT:-runs/llama3-8b-5m}
 NPROC=${NPROC:-8}
@@ -18,6 +18,7 @@ MODEL=${MODEL:-llama3-8b}
 LIMIT_GIB=${LIMIT_GIB:-74.5}            # of a GPU for PyTorch: 80 GB; a card of that name has 79.6 GiB, CUDA and NCCL the rest
 HOST_GIB=${HOST_GIB:-64}                # of host memory a rank: 32 layers of 1M tokens keep 64 GiB
 LAYERS=${LAYERS:-1}                     # of stage 5m: three minutes each
+COMPUTED=${COMPUTED:-2}                 # layers that compute in stages stub and longest; the others only take their memory
 LONG=${LONG:-5242880}                   # tokens of stages 5m and stub
 STEP=${STEP:-524288}                    # tokens: how sharp the longest context is
 MEMORY=${MEMORY:---activation-memory lean}   # of the stages at 5M and beyond, with --upipe-query-chunk TOKENS if wished
@@ -40,7 +41,8 @@ stub() {  # stub TOKENS: one step of a rank, rehearsed; 0 fits, 1 does not, othe
   local log=$OUT/stub-$1.log left=$((TIME_LIMIT_S - SECONDS + begin)) code
   [ "$left" -gt 0 ] || { echo "$1 tokens: no time is left of TIME_LIMIT_S=$TIME_LIMIT_S; GUESS=$1 goes on from here" >&2; return 2; }
   timeout -k 5 "$left" "$PYTHON" pretrain_llama.py "${job[@]}" --gpu-memory-limit-gib "$LIMIT_GIB" \
-    --seq-length "$1" --train-iters 1 --rehearse-world-size "$NPROC" --rehearse-attention stub --rehearse-json "$OUT/stub-$1.json" \
+    --seq-length "$1" --train-iters 1 --rehearse-world-size "$NPROC" --rehearse-attention stub \
+    --rehearse-layers "$COMPUTED" --rehearse-json "$OUT/stub-$1.json" \
     > "$log" 2>&1
   code=$?
   if [ "$code" -eq 0 ]; then

@@ -5,97 +5,157 @@
 #   NPROC=8 MODEL=llama3-8b LENGTHS="131072 524288" bash examples/measure_gpus.sh --data-path data/text --tokenizer-model tok.json
 #   NPROC=2 MODEL=llama-tiny LENGTHS=2048 bash examples/measure_gpus.sh --device cpu
 # Arguments are flags of pretrain_llama.py, for the steps and their rehearsals alike. What to measure is in the environment:
-NPROC=${NPROC:-}                        # ranks, all of them context parallel (default: the GPUs, or 2 without any)
+NPROC=${NPROC-}                         # ranks, all of them context parallel (default: the GPUs, or 2 without any)
 MODEL=${MODEL:-llama3.2-1b}
 LENGTHS=${LENGTHS:-262144}              # tokens of a sequence, several in quotes
 METHODS=${METHODS:-upipe a2a}           # a2a; upipe, or upipe-16 for 16 heads a stage
 PREFETCH=${PREFETCH:-0 1}               # with upipe: --upipe-prefetch
-STEPS=${STEPS:-5}                       # of each; the last one is traced, the first one not counted
-REHEARSED_STEPS=${REHEARSED_STEPS:-$((STEPS < 3 ? STEPS : 3))}  # 0: no rehearsals
+STEPS=${STEPS:-5}                       # of each; with 3 or more neither the first one counts nor the last one, which is traced
+REHEARSED_STEPS=${REHEARSED_STEPS-}     # the last one counts; 0: no rehearsals (default: 3, or STEPS if that is less)
 LINKS=${LINKS-256K 1M 4M 16M 64M 256M 1G}  # bytes a rank of the collectives; "": not measured
 PART_LIMIT_S=${PART_LIMIT_S:-150}       # seconds of a part; one that fails or takes longer is told in the table, the next one runs
 TIME_LIMIT_S=${TIME_LIMIT_S:-1800}      # seconds of all; parts for which none are left are not begun
-OUT=${OUT:-runs/measure-gpus}           # gets logs, reports, traces/NAME, all_to_all.json, summary.txt
-# PYTHON=/path/to/python takes that one as it is and installs nothing.
+OUT=${OUT:-runs/measure-gpus}           # gets logs, reports, traces/NAME, all_to_all.json, summary.txt; a further run adds to them
+# PYTHON=/path/to/python takes that one as it is and installs nothing. Ctrl-C ends all that runs and tells what is done.
 set -uo pipefail
-cd "$(dirname "$0")/.."
-if [ -z "${PYTHON:-}" ]; then . examples/setup_env.sh || exit 1; fi
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+root=$(CDPATH='' cd -- "$(dirname "$0")/.." && pwd)
+. "$root/examples/measuring.sh"
 GRACE_S=40                              # after SIGTERM ranks go on with their step, and torchrun kills them 30 s later
+STOP_S=5                                # that grace when the script is stopped
 
-gpus=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') || exit 1
+[ -z "$NPROC" ] || check_one "$COUNT" 8 NPROC
+check_each "$COUNT" 262144 LENGTHS
+check_each "a2a|upipe|upipe-$COUNT" '"upipe a2a upipe-16"' METHODS
+check_each '[01]' '"0 1"' PREFETCH
+check_one "$COUNT" 5 STEPS
+REHEARSED_STEPS=${REHEARSED_STEPS:-$((STEPS < 3 ? STEPS : 3))}
+check_one "0|$COUNT" 3 REHEARSED_STEPS
+[ -z "$LINKS" ] || check_each "[0-9]{0,9}[1-9][0-9]{0,9}[kmgKMG]?" '"1M 64M"' LINKS
+check_one "$COUNT" 150 PART_LIMIT_S
+check_one "$COUNT" 1800 TIME_LIMIT_S
+check_flags "$@"
+
+if [ -z "${PYTHON:-}" ]; then . "$root/examples/setup_env.sh" || exit 1; fi
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+known='import torch; from megacp.model.config import PRESETS; print(torch.cuda.device_count(), *PRESETS)'
+known=$("$PYTHON" -c "$known") || exit 1
+gpus=${known%% *} models=${known#* }
+[[ " $models " == *" $MODEL "* ]] || refuse "MODEL=$MODEL is not known; MODEL=${models// / or } works"
 NPROC=${NPROC:-$((gpus > 1 ? gpus : 2))}
+if [ "$device" != cpu ] && [ "$gpus" -gt 0 ] && [ "$NPROC" -gt "$gpus" ]; then
+  refuse "NPROC=$NPROC is more than the $gpus GPUs here; NPROC=$gpus works, or --device cpu to try it out"
+fi
+[ "$NPROC" -gt 1 ] || [ -z "$LINKS" ] || refuse "NPROC=1 has no links to measure; NPROC=2 works, or LINKS="
+for length in $LENGTHS; do
+  longer=$(((length + NPROC - 1) / NPROC * NPROC))
+  [ "$length" -eq "$longer" ] || refuse "LENGTHS: $length is not a multiple of NPROC=$NPROC; LENGTHS=$longer works"
+done
+for method in $METHODS; do
+  heads=${method##*[!0-9]}
+  [[ $method != upipe-* ]] || [ $((heads % NPROC)) -eq 0 ] ||
+    refuse "METHODS: the heads of $method are no multiple of NPROC=$NPROC; METHODS=upipe-$NPROC works"
+done
+take_out
+on_stop() {
+  [ -z "$running" ] || row "$running" stopped
+  summary
+}
+stop_on_signals "$STOP_S"
+
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$((GRACE_S - 10)) PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export CUDA_DEVICE_MAX_CONNECTIONS=8
 ranks=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$NPROC")
-mkdir -p "$OUT"
-printf '%-52s %-22s %8s\n' part result seconds > "$OUT/summary.txt"
-: > "$OUT/comparison.txt"
-device=auto
-case " $* " in *" --device cpu "* | *" --device=cpu "*) device=cpu ;; esac
-data=(--mock-data)
-case " $* " in *" --data-path"* | *" --train-data-path"*) data=() ;; esac
+failures=0 running=''
+printf '\n' | tee -a "$OUT/comparison.txt" >> "$OUT/summary.txt"
+told=$(wc -l < "$OUT/summary.txt")      # lines of earlier runs
+settings="$MODEL, $NPROC ranks, LENGTHS='$LENGTHS' METHODS='$METHODS' STEPS=$STEPS REHEARSED_STEPS=$REHEARSED_STEPS $*"
+printf '%s: %s\n' "$(date '+%F %T')" "$settings" | tee -a "$OUT/comparison.txt" >> "$OUT/summary.txt"
+printf '%-52s %-22s %8s\n' part result seconds >> "$OUT/summary.txt"
+compared=$(wc -l < "$OUT/comparison.txt")
+
+row() {  # row NAME RESULT
+  printf '%-52s %-22s %8d\n' "$1" "$2" $((SECONDS - begin)) | tee -a "$OUT/summary.txt"
+}
+
+summary() {
+  tail -n "+$((compared + 1))" "$OUT/comparison.txt" >> "$OUT/summary.txt"
+  printf '\n'
+  tail -n "+$((told + 1))" "$OUT/summary.txt"
+}
 
 part() {  # part NAME COMMAND...: within its time, its output in OUT/NAME.log
-  local name=$1 limit=$((TIME_LIMIT_S - SECONDS - GRACE_S)) begin=$SECONDS grace=2 code result
+  local limit=$((TIME_LIMIT_S - SECONDS - GRACE_S)) grace=2 code=1 result='not run: no time'
+  running=$1 begin=$SECONDS
+  local log=$OUT/$running.log
   shift
+  rm -f "$log"
   case $* in *torch.distributed.run*) grace=$GRACE_S ;; esac
-  if [ "$limit" -lt 5 ]; then
-    result="not run: no time" code=1
-  else
-    limit=$((limit < PART_LIMIT_S ? limit : PART_LIMIT_S))
-    { timeout -k "$grace" "$limit" "$@" > "$OUT/$name.log" 2>&1; } 2> /dev/null  # bash's own line on a killed command
+  if [ "$limit" -ge 5 ]; then
+    within $((limit < PART_LIMIT_S ? limit : PART_LIMIT_S)) "$grace" "$log" "$@"
     code=$?
     case $code in 0) result=done ;; 124 | 137) result="out of time" ;; *) result="failed, exit code $code" ;; esac
   fi
-  printf '%-52s %-22s %8d\n' "$name" "$result" $((SECONDS - begin)) | tee -a "$OUT/summary.txt"
-  [ "$code" -eq 0 ] || [ ! -s "$OUT/$name.log" ] || grep -E 'error:|Error' "$OUT/$name.log" | head -n 3
+  row "$running" "$result"
+  running=''
+  [ "$code" -ne 0 ] || return 0
+  failures=$((failures + 1))
+  [ ! -s "$log" ] || grep -m 3 -E 'error:|Error|^(plan_memory|trace_summary|measure_all_to_all): ' "$log" || tail -n 3 "$log"
   return "$code"
 }
 
 steps() {  # steps NAME FLAGS...: training on all ranks, its rehearsal, what the trace says, and how they compare
   local name=$1 calibration=()
+  local measured=$OUT/$1.jsonl counted=$OUT/$1.counted.jsonl rehearsal=$OUT/$1.rehearsal.json
   shift
   local flags=(--model "$MODEL" --context-parallel-size "$NPROC" "${data[@]}" "$@")
-  rm -rf "$OUT/traces/$name" "$OUT/$name.jsonl" "$OUT/$name.rehearsal.json"
-  part "$name" "${ranks[@]}" pretrain_llama.py "${flags[@]}" --train-iters "$STEPS" --log-jsonl "$OUT/$name.jsonl" \
+  rm -rf "$OUT/traces/$name" "$measured" "$counted" "$rehearsal"
+  part "$name" "${ranks[@]}" "$root/pretrain_llama.py" "${flags[@]}" --train-iters "$STEPS" --log-jsonl "$measured" \
     --profile --profile-step-start "$STEPS" --profile-step-end $((STEPS + 1)) --profile-dir "$OUT/traces/$name" &&
-    part "$name.trace" "$PYTHON" tools/trace_summary.py "$OUT/traces/$name"/*.json.gz && cat "$OUT/$name.trace.log"
+    part "$name.trace" "$PYTHON" "$root/tools/trace_summary.py" "$OUT/traces/$name"/*.json.gz && cat "$OUT/$name.trace.log"
   [ "$REHEARSED_STEPS" -gt 0 ] &&
-    part "$name.rehearsal" "$PYTHON" pretrain_llama.py "${flags[@]}" --train-iters "$REHEARSED_STEPS" \
-      --rehearse-world-size "$NPROC" --rehearse-json "$OUT/$name.rehearsal.json"
-  if [ -s "$OUT/$name.jsonl" ] && [ -s "$OUT/$name.rehearsal.json" ]; then
-    if [ "$device" != cpu ] && [ -s "$OUT/all_to_all.json" ]; then
-      calibration=(--calibrate "$OUT/$name.rehearsal.json" "$OUT/all_to_all.json")
+    part "$name.rehearsal" "$PYTHON" "$root/pretrain_llama.py" "${flags[@]}" --train-iters "$REHEARSED_STEPS" \
+      --rehearse-world-size "$NPROC" --rehearse-json "$rehearsal"
+  if [ -s "$measured" ] && [ -s "$rehearsal" ]; then
+    head -n $((STEPS > 2 ? STEPS - 1 : STEPS)) "$measured" > "$counted"
+    if ! grep -q '"device": "cpu"' "$rehearsal" && grep -qsE "\"gpus\": $NPROC,?\$" "$OUT/all_to_all.json"; then
+      calibration=(--calibrate "$rehearsal" "$OUT/all_to_all.json")
     fi
-    part "$name.compared" "$PYTHON" tools/plan_memory.py --measured "$OUT/$name.jsonl" --rehearsal "$OUT/$name.rehearsal.json" \
-      "${calibration[@]}" && cat "$OUT/$name.compared.log" >> "$OUT/comparison.txt"
+    part "$name.compared" "$PYTHON" "$root/tools/plan_memory.py" --measured "$counted" --rehearsal "$rehearsal" \
+      "${calibration[@]}" &&
+      { printf '\n'; cat "$OUT/$name.compared.log"; notes "$(wc -l < "$counted")"; } >> "$OUT/comparison.txt"
   fi
 }
 
+notes() {  # notes MEASURED: what makes steps slower than others would be, when there are so few
+  local cold='which compiles and warms up'
+  case $1,$STEPS in
+    1,1) echo "note: the one step measured is the first, $cold, and it is traced; STEPS=3 counts one that is neither" ;;
+    1,*) echo "note: the one step measured is the first, $cold" ;;
+    2,2) echo "note: the one measured step that counts is traced; STEPS=3 counts one that is not" ;;
+  esac
+  [ "$REHEARSED_STEPS" -ne 1 ] || echo "note: the one step rehearsed is the first, $cold; REHEARSED_STEPS=2 counts the second"
+}
+
 if [ -n "$LINKS" ]; then
-  part links "${ranks[@]}" tools/measure_all_to_all.py --device "$device" --sizes $LINKS --output "$OUT/all_to_all.json" &&
+  rm -f "$OUT/all_to_all.json"
+  part links "${ranks[@]}" "$root/tools/measure_all_to_all.py" --device "$device" --sizes $LINKS --output "$OUT/all_to_all.json" &&
     cat "$OUT/links.log"
 fi
 for length in $LENGTHS; do
   for method in $METHODS; do
-    case $method in
-      a2a) steps "$MODEL-$length-a2a" --seq-length "$length" --cp-comm-type a2a "$@" ;;
-      upipe | upipe-*)
-        heads=()
-        [ "$method" = upipe ] || heads=(--upipe-heads-per-stage "${method#upipe-}")
-        for prefetch in $PREFETCH; do
-          steps "$MODEL-$length-$method-prefetch$prefetch" --seq-length "$length" --cp-comm-type upipe "${heads[@]}" \
-            --upipe-prefetch "$prefetch" "$@"
-        done
-        ;;
-      *) echo "METHODS: $method is not known; a2a, upipe or upipe-16 works" >&2; exit 2 ;;
-    esac
+    if [ "$method" = a2a ]; then
+      steps "$MODEL-$length-a2a" --seq-length "$length" --cp-comm-type a2a "$@"
+      continue
+    fi
+    heads=()
+    [ "$method" = upipe ] || heads=(--upipe-heads-per-stage "${method#upipe-}")
+    for prefetch in $PREFETCH; do
+      steps "$MODEL-$length-$method-prefetch$prefetch" --seq-length "$length" --cp-comm-type upipe "${heads[@]}" \
+        --upipe-prefetch "$prefetch" "$@"
+    done
   done
 done
-printf '\n'
-cat "$OUT/comparison.txt" >> "$OUT/summary.txt"
-cat "$OUT/summary.txt"
-! grep -qE 'failed|out of time|not run' "$OUT/summary.txt"
+summary
+[ "$failures" -eq 0 ]

@@ -1,7 +1,9 @@
 """The scripts that install and launch, with a stand-in for the environment's Python that writes down what it is asked to do."""
 
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -69,7 +71,7 @@ def test_the_quickstart_hands_its_arguments_to_the_training(environment):
 def test_scripts_parse(script):
     done = bash(["-n", script], dict(os.environ))
     assert done.returncode == 0, done.stderr
-    assert script.endswith("setup_env.sh") or Path(script).read_text().startswith("#!/usr/bin/env bash\n")
+    assert script.endswith(("setup_env.sh", "measuring.sh")) or Path(script).read_text().startswith("#!/usr/bin/env bash\n")
 
 
 @pytest.mark.parametrize("script", ["pretrain_llama3_8b_8gpu.sh", "pretrain_llama3_8b_2nodes.slurm"])
@@ -90,15 +92,17 @@ echo "$@" >> "{folder}/asked"
 words=" $* "
 value() {{ rest=${{words#* $1 }}; echo "${{rest%% *}}"; }}
 case $words in
-  *device_count*) echo 2 ;;
+  *device_count*) echo "$GPUS" llama3.2-1b llama3-8b llama-tiny ;;
   *longest_seq_length*) cat > /dev/null; echo "$GUESSED" ;;
   *"$FAILING"*) echo "error: it failed" >&2; exit 3 ;;
+  *"$HANGING"*) exec setsid sh -c "trap '' TERM; echo \\$\\$ >> {folder}/hanging; while :; do sleep 1; done" ;;
   *" --rehearse-attention stub "*)
     [ "$(value --seq-length)" -le "$FITTING" ] || {{ echo "error: out of GPU memory: …" >&2; exit 1; }}
     echo "most  41.000" ;;
-  *--rehearse-json*) echo {{}} > "$(value --rehearse-json)" ;;
+  *--rehearse-json*) echo '  "device": "'"$REHEARSED_ON"'",' > "$(value --rehearse-json)" ;;
+  *measure_all_to_all*) echo '"gpus": '"$(value --nproc-per-node)" > "$(value --output)" ;;
   *--log-jsonl*)
-    echo {{}} > "$(value --log-jsonl)"
+    seq "$(value --train-iters)" > "$(value --log-jsonl)"
     mkdir -p "$(value --profile-dir)"
     touch "$(value --profile-dir)/rank0.json.gz" ;;
   *trace_summary*) echo "a trace" ;;
@@ -114,7 +118,8 @@ def measuring(tmp_path):
     python.write_text(MEASURING.format(folder=tmp_path))
     python.chmod(0o755)
     unset = {name: value for name, value in os.environ.items() if name not in ("MODEL", "STEPS", "LIMIT_GIB", "GUESS")}
-    return unset | {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "FAILING": "nothing"}, tmp_path / "asked"
+    own = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "GPUS": "2", "REHEARSED_ON": "a GPU"}
+    return unset | own | {"FAILING": "nothing", "HANGING": "nothing"}, tmp_path / "asked"
 
 
 def test_gpus_are_measured_part_by_part_and_one_that_fails_keeps_none_from_running(measuring):
@@ -129,9 +134,139 @@ def test_gpus_are_measured_part_by_part_and_one_that_fails_keeps_none_from_runni
     assert done.stdout.count("a comparison") == 5 and done.stdout.count("a trace") == 5 and "error: it failed" in done.stdout
     trained = [line for line in log.read_text().splitlines() if "--log-jsonl" in line and "pretrain_llama" in line]
     assert len(trained) == 6 and all("--nproc-per-node 2 " in line and "--mock-data" not in line for line in trained)
-    assert bash(script, variables | {"LENGTHS": "1024"}).returncode == 0
+    assert bash(script, variables | {"LENGTHS": "1024", "OUT": f"{variables['OUT']}/it-failed"}).returncode == 0
     none_left = bash(script, variables | {"LENGTHS": "1024", "TIME_LIMIT_S": "40"})
     assert none_left.returncode == 1 and "not run: no time" in none_left.stdout
+
+
+REFUSED = [
+    ({"OUT": "/proc/none"}, [], "OUT=/tmp/"),
+    ({"NPROC": "0"}, [], "NPROC=8 works"),
+    ({"NPROC": "3"}, [], "NPROC=2 works"),
+    ({"NPROC": "1", "MODEL": "llama-tiny"}, [], "LINKS="),
+    ({"MODEL": "llama4"}, [], "MODEL=llama3.2-1b or llama3-8b or llama-tiny works"),
+    ({"LENGTHS": "abc"}, [], "LENGTHS=262144 works"),
+    ({"LENGTHS": " "}, [], "LENGTHS=262144 works"),
+    ({"LENGTHS": "4096 4097"}, [], "LENGTHS=4098 works"),
+    ({"METHODS": " "}, [], "METHODS="),
+    ({"METHODS": "upipe ring"}, [], "METHODS: ring"),
+    ({"METHODS": "upipe-3"}, [], "METHODS=upipe-2 works"),
+    ({"PREFETCH": "2"}, [], 'PREFETCH="0 1" works'),
+    ({"STEPS": "abc"}, [], "STEPS=5 works"),
+    ({"STEPS": "0"}, [], "STEPS=5 works"),
+    ({"REHEARSED_STEPS": "-1"}, [], "REHEARSED_STEPS=3 works"),
+    ({"LINKS": "1T"}, [], "LINKS="),
+    ({"PART_LIMIT_S": "12.5"}, [], "PART_LIMIT_S=150 works"),
+    ({"PART_LIMIT_S": "0"}, [], "PART_LIMIT_S=150 works"),
+    ({"TIME_LIMIT_S": "1h"}, [], "TIME_LIMIT_S=1800 works"),
+    ({}, ["--seq-length", "4096"], "LENGTHS=262144 works"),
+    ({}, ["--cp-comm-type=a2a"], "METHODS="),
+    ({}, ["--upipe-heads-per-stage", "4"], "METHODS="),
+    ({}, ["--upipe-prefetch", "1"], "PREFETCH="),
+    ({}, ["--model", "llama3-8b"], "MODEL=llama3-8b works"),
+    ({}, ["--context-parallel-size", "2"], "NPROC=8 works"),
+    ({}, ["--lr", "1e-4", "--train-iters", "2"], "STEPS=5 works"),
+    ({}, ["--log-jsonl", "x"], "OUT=runs/measure-gpus works"),
+    ({}, ["--profile"], "--profile: "),
+    ({}, ["--profile-ranks", "0", "1"], "--profile-ranks: "),
+    ({}, ["--rehearse-world-size", "4"], "REHEARSED_STEPS=3 works"),
+    ({}, ["--save", "x"], "--save: "),
+    ({}, ["--load=x"], "--load: "),
+]
+
+
+@pytest.mark.parametrize("given, flags, said", REFUSED, ids=[" ".join([*map("=".join, row[0].items()), *row[1]]) for row in REFUSED])
+def test_what_cannot_be_measured_is_refused_before_anything_runs(measuring, given, flags, said):
+    variables, log = measuring
+    done = bash(["examples/measure_gpus.sh", *flags], variables | given)
+    assert done.returncode == 2 and said in done.stderr and done.stdout == "", done.stdout + done.stderr
+    assert not log.exists() or [line for line in log.read_text().splitlines() if "device_count" not in line] == []
+
+
+SMALL = {"LENGTHS": "1024", "METHODS": "a2a", "LINKS": ""}
+
+
+def test_places_are_those_of_the_callers_folder_and_a_further_run_adds_to_them(measuring, tmp_path):
+    variables, log = measuring
+    script = [f"{ROOT}/examples/measure_gpus.sh", "--data-path", "text"]
+    assert bash(script, variables | SMALL | {"OUT": "folder"}, cwd=tmp_path).returncode == 0
+    assert bash(script, variables | SMALL | {"OUT": "folder", "LENGTHS": "2048"}, cwd=tmp_path).returncode == 0
+    out = tmp_path / "folder"
+    assert (out / "summary.txt").read_text().count("LENGTHS=") == 2
+    assert (out / "comparison.txt").read_text().count("a comparison") == 2
+    (trained, _) = [line for line in log.read_text().splitlines() if "--log-jsonl" in line and "--nproc-per-node" in line]
+    assert f"{ROOT}/pretrain_llama.py" in trained and f"--log-jsonl {out}/" in trained
+
+
+@pytest.mark.parametrize("steps, counted, notes", [(1, 1, 2), (2, 2, 1), (3, 2, 0), (5, 4, 0)])
+def test_cold_and_traced_steps_are_left_out_or_named(measuring, tmp_path, steps, counted, notes):
+    variables, _ = measuring
+    done = bash(["examples/measure_gpus.sh"], variables | SMALL | {"STEPS": str(steps)})
+    assert done.returncode == 0 and done.stdout.count("note: ") == notes, done.stdout
+    assert (tmp_path / "out/llama3.2-1b-1024-a2a.counted.jsonl").read_text().split() == [str(n + 1) for n in range(counted)]
+
+
+def test_links_correct_a_prediction_when_they_are_of_these_ranks_and_gpus(measuring, tmp_path):
+    variables, log = measuring
+
+    def calibrated(**more):
+        log.unlink(missing_ok=True)
+        bash(["examples/measure_gpus.sh"], variables | SMALL | more)
+        (asked,) = [line for line in log.read_text().splitlines() if "--measured" in line]
+        return "--calibrate" in asked
+
+    assert calibrated(LINKS="1M")
+    assert calibrated(), "links of an earlier run"
+    assert not calibrated(REHEARSED_ON="cpu")
+    assert not calibrated(NPROC="1"), "links of two ranks"
+    assert not calibrated(LINKS="1M", FAILING="measure_all_to_all") and not (tmp_path / "out/all_to_all.json").exists()
+
+
+def test_messages_of_all_tools_are_shown(measuring):
+    variables, _ = measuring
+    python = Path(variables["PYTHON"])
+    python.write_text(python.read_text().replace("error: it failed", "plan_memory: it failed"))
+    done = bash(["examples/measure_gpus.sh"], variables | SMALL | {"FAILING": "--measured"})
+    assert done.returncode == 1 and "plan_memory: it failed" in done.stdout
+
+
+def started(script, variables, log, count):
+    """The running script, once as many of its commands hang."""
+    told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(["bash", *script], cwd=ROOT, env=variables, **told)
+    deadline = time.monotonic() + 30
+    hanging = log.with_name("hanging")
+    while not hanging.exists() or len(hanging.read_text().split()) < count:
+        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+        time.sleep(0.05)
+    return process
+
+
+def alive(log):
+    """Of the commands that hang. One that has ended may still wait for a parent to take note: a Z."""
+    processes = [Path("/proc", number, "stat") for number in log.with_name("hanging").read_text().split()]
+    return [str(process) for process in processes if process.exists() and ") Z " not in process.read_text()]
+
+
+@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_all_that_runs_and_what_is_done_is_told(measuring, sent, code):
+    variables, log = measuring
+    variables |= SMALL | {"HANGING": "--rehearse-json"}
+    process = started(["examples/measure_gpus.sh"], variables, log, 1)
+    second = bash(["examples/measure_gpus.sh"], variables)
+    assert second.returncode == 2 and f"is in use by a run (process {process.pid})" in second.stderr
+    process.send_signal(sent)
+    told, _ = process.communicate(timeout=20)
+    assert process.returncode == code and alive(log) == []
+    rows = told.rpartition("part ")[2]
+    assert "1024-a2a.trace " in rows and "stopped" in rows, told
+    assert bash(["examples/measure_gpus.sh"], variables | {"HANGING": "nothing"}).returncode == 0
+
+
+def test_a_part_that_is_out_of_time_leaves_nothing_running(measuring):
+    variables, log = measuring
+    done = bash(["examples/measure_gpus.sh"], variables | SMALL | {"HANGING": "--rehearse-json", "PART_LIMIT_S": "1"})
+    assert done.returncode == 1 and "out of time" in done.stdout and alive(log) == []
 
 
 @pytest.mark.parametrize("guess", [8, 64, 65, 66, 200])
@@ -154,9 +289,10 @@ def test_a_search_that_meets_other_trouble_says_so(measuring):
 
 def test_stages_are_one_command_each(measuring):
     variables, log = measuring
-    done = bash(["examples/llama3_8b_8gpu_5m.sh", "128k", "5m", "stub"], variables | {"FITTING": "5242880"})
+    done = bash(["examples/llama3_8b_8gpu_5m.sh", "128k", "5m", "stub"], variables | {"FITTING": "5242880", "GPUS": "8"})
     assert done.returncode == 0, done.stdout + done.stderr
     asked = [line for line in log.read_text().splitlines() if "pretrain_llama" in line]
     assert len(asked) == 7 and all("--gpu-memory-limit-gib 74.5" in line and "llama3-8b" in line for line in asked)
-    assert "--seq-length 5242880" in asked[-1] and "--rehearse-attention stub" in asked[-1] and "--num-layers 1 " in asked[-2]
+    assert "--seq-length 5242880" in asked[-1] and "--rehearse-attention stub --rehearse-layers 2 " in asked[-1]
+    assert "--num-layers 1 " in asked[-2]
     assert bash(["examples/llama3_8b_8gpu_5m.sh", "6m"], variables).returncode == 2
