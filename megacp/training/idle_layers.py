@@ -103,6 +103,6 @@ def _kept(h_Td: Tensor, plan: LayerPlan, context: LayerContext, width: int) -> l
             kept += [h_Td.new_empty(stop - start, size) for size in (g.hidden_size, width, width)]  # h_mid_td, gate_tF, up_tF
         for chunk in context.attention.chunks:
             kept.append(h_Td.new_empty(g.ulysses_degree, chunk.stop - chunk.start, g.stage_heads, g.head_dim))  # q_CtnD
-            if chunk.opens_stage and chunk.stage.num_new_kv:  # k_CTmD, v_CTmD
+            if chunk.opens_stage:  # k_CTmD, v_CTmD
                 kept += [h_Td.new_empty(g.ulysses_degree, g.tokens, chunk.stage.num_new_kv, g.head_dim) for _ in "kv"]
     return kept

@@ -37,6 +37,15 @@ def test_the_stub_takes_the_memory_of_the_kernel(plan, tmp_path):
     assert stub["part_seconds"]["attention"] < real["part_seconds"]["attention"]
 
 
+@pytest.mark.parametrize("plan", ["gpu", "lean"])
+def test_idle_layers_take_the_memory_of_layers_that_compute(plan, tmp_path):
+    flags = ("--activation-memory", plan, "--rehearse-attention", "stub", "--num-layers", 6)
+    whole = rehearse(tmp_path / "whole", *flags)
+    few = rehearse(tmp_path / "few", *flags, "--rehearse-layers", 2)
+    assert few["phases"] == whole["phases"] and few["settings"]["rehearsed_layers"] == 2
+    assert few["reserved"] == pytest.approx(whole["reserved"], rel=0.02)
+
+
 def test_the_history_of_allocations_is_written(tmp_path):
     rehearse(tmp_path / "report", "--record-memory-history", tmp_path / "history.pickle", "--rehearse-attention", "stub")
     history = pickle.loads((tmp_path / "history.pickle").read_bytes())

@@ -8,12 +8,19 @@ import pytest
 import torch
 
 from megacp.argument_checks import ArgumentError
+from megacp.context_parallel.all_to_all import Loopback
+from megacp.context_parallel.engine import AttentionSettings
 from megacp.context_parallel.head_schedule import build_head_schedule
+from megacp.kernels.attention import Documents
+from megacp.memory.counting import AllocationCounter
 from megacp.memory.policy import PLANS, LayerPlan
-from megacp.rehearsal import SharedRoom
+from megacp.memory.store import ActivationStore
 from megacp.model.config import preset
-from megacp.planner import Job
-from megacp.training.idle_layers import computing_layers
+from megacp.model.layer_context import LayerContext
+from megacp.model.llama import Llama
+from megacp.planner import Job, layer_peaks
+from megacp.rehearsal import SharedRoom
+from megacp.training.idle_layers import computing_layers, idle_layers
 from megacp.training.rehearsals import compare, read_rehearsal
 
 COMMON = (
@@ -25,7 +32,7 @@ UNTIED, AUTO = "--untie-embeddings-and-output-weights", "--activation-memory aut
 SETTINGS = {  # K, flags
     "gpu": (1, "--activation-memory gpu"),
     "gpu, short": (2, f"--activation-memory gpu --hidden-size 512 --seq-length 1024 {UNTIED}"),
-    "host": (1, f"--activation-memory host {UNTIED}"),
+    "host, bf16": (1, f"--bf16 --activation-memory host {UNTIED}"),
     "lean, query chunks": (1, "--activation-memory lean --upipe-query-chunk 512"),
     "attention again": (2, "--activation-memory gpu --recompute-granularity full"),
     "nothing again": (1, "--activation-memory gpu --recompute-granularity none"),
@@ -33,7 +40,7 @@ SETTINGS = {  # K, flags
         1, f"--activation-memory gpu --recompute-granularity none --upipe-query-chunk 512 --upipe-heads-per-stage 4 {UNTIED}",
     ),
     "states on the host": (1, "--activation-memory lean --optimizer-cpu-offload"),
-    "states on the host, gpu": (2, f"--activation-memory gpu --optimizer-cpu-offload --seq-length 1024 {UNTIED}"),
+    "states on the host, gpu": (2, "--activation-memory gpu --optimizer-cpu-offload --hidden-size 512 --seq-length 512"),
     "accumulating": (1, f"--activation-memory gpu --global-batch-size 2 --seq-length 2048 {UNTIED}"),
     "accumulating pairs": (1, "--activation-memory host --global-batch-size 4 --micro-batch-size 2 --seq-length 1024"),
     "bf16, q and k norms, prefetched": (2, "--bf16 --activation-memory gpu --qk-layernorm --upipe-prefetch 1 --seq-length 2048"),
@@ -87,6 +94,7 @@ CONFIG = replace(preset("llama3-8b"), num_layers=5, vocab_size=4096)
 LONG = Job(CONFIG, build_head_schedule(32, 8, 8, 8), 131072, 8, 8192, 2048, torch.bfloat16)
 SHORT = replace(LONG, tokens=1024)
 NEAR, FAR, GPU = LayerPlan(), PLANS["host"], torch.device("cuda")
+PRODUCTS = LayerPlan(products=True)
 
 
 @pytest.mark.parametrize(
@@ -108,3 +116,21 @@ def test_each_plan_computes_where_most_is_there(job, plans, layers):
         shown, fewer, works = ", ".join(map(str, layers)), len(layers) - 1, f"--rehearse-layers {len(layers)} or more works"
         with pytest.raises(ArgumentError, match=f"--rehearse-layers {fewer} cannot .* layers {shown} .*; {works}"):
             computing_layers(job, plans, fewer, GPU)
+
+
+@pytest.mark.parametrize("plan", [NEAR, FAR, replace(FAR, h="gpu"), replace(NEAR, output="recompute", lse="recompute"), PRODUCTS])
+def test_an_idle_layer_keeps_what_a_layer_keeps_and_makes_its_gradients(plan):
+    with torch.device("meta"):
+        model, positions_T = Llama(replace(CONFIG, num_layers=1), dtype=torch.bfloat16), torch.empty(LONG.tokens, dtype=torch.int64)
+        h_Td = torch.empty(LONG.tokens, CONFIG.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    store = ActivationStore([plan], LONG.geometry, torch.device("meta"))
+    attention = AttentionSettings(LONG.schedule, Loopback(8), Documents((0, 8 * LONG.tokens)), 1.0, "stub-fa4")
+    context = LayerContext(attention, positions_T, torch.empty(64), 1.0, LONG.tile_size, store)
+    kept, peaks = layer_peaks(LONG, plan).kept, []
+    with AllocationCounter("meta") as memory, idle_layers(model, []):
+        out_Td = model.layers[0](h_Td, context)
+        assert memory.peak_bytes() == memory.live_bytes() == kept  # h is not counted; where it is kept, the output is as large
+        out_Td.grad_fn.register_hook(lambda *_: peaks.append(memory.peak_bytes()))
+        out_Td.backward(torch.empty_like(out_Td))
+    above = peaks[0] - (kept + LONG.unit + 4 * CONFIG.layer_parameters())
+    assert 0 <= above <= 2 * CONFIG.hidden_size**2  # autograd turns them into bf16, a weight's at a time
