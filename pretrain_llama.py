@@ -103,7 +103,7 @@ def main() -> int:
             elif args.rehearse_world_size:
                 print(rehearse(args, config, layout, schedule, model, device, dtype, data, computing).table(), flush=True)
             else:
-                with PeerWatch(resume=args.save) as peers:
+                with PeerWatch(resume=args.save, timeout=timeout) as peers:
                     train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank, peers)
         shut_down_distributed()
     return outcome.exit_code

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megacp.checkpointing.distributed import CheckpointError
 from megacp.data.indexed_dataset import DatasetError
 from megacp.memory.disk_file import DiskError
-from megacp.training.resilience import NonFiniteError
+from megacp.training.resilience import CollectiveTimeout, NonFiniteError
 
 USAGE_ERROR = 2  # flags or files that cannot work
 RUN_ERROR = 1  # the run broke
@@ -40,7 +40,9 @@ def explain_errors(is_first_rank: bool) -> Iterator[Outcome]:
     outcome = Outcome()
     try:
         yield outcome
-    except (ValueError, ImportError, OSError, CheckpointError, DiskError, NonFiniteError, torch.OutOfMemoryError) as error:
+    except (
+        ValueError, ImportError, OSError, CheckpointError, DiskError, NonFiniteError, CollectiveTimeout, torch.OutOfMemoryError
+    ) as error:  # fmt: skip
         usage = isinstance(error, (DatasetError, ValueError, ImportError))
         outcome.exit_code = USAGE_ERROR if usage else RUN_ERROR
         running = dist.is_initialized()

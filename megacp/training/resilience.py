@@ -28,6 +28,10 @@ class NonFiniteError(RuntimeError):
     """The loss or the gradient norm is NaN or infinite."""
 
 
+class CollectiveTimeout(RuntimeError):
+    """Another rank did not come to a collective in time."""
+
+
 class TerminationSignal:
     """Remembers SIGTERM and SIGINT while its `with` block runs, and puts the former handlers back at its end.
 

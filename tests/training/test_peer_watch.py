@@ -4,9 +4,11 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 
 from megacp.training import peer_watch
 from megacp.training.errors import explain_errors
+from megacp.training.initialize import _free_port
 from megacp.training.peer_watch import PeerWatch
 from tests.distributed import run_distributed, start_ranks
 
@@ -182,3 +185,113 @@ def unreachable(rank, world_size):
 
 def test_ranks_that_cannot_reach_each_other_say_so():
     assert run_distributed(unreachable, 2) == [True, True]
+
+
+LIMIT = timedelta(seconds=3)  # of a collective
+
+
+def stopped(rank, world_size, folder, victim, how):
+    _speaks_into(folder, rank)
+    group = dist.new_group(timeout=LIMIT)
+    with explain_errors(is_first_rank=rank == 0), PeerWatch(resume="ckpt", timeout=LIMIT) as peers:
+        peers.start_step(12, [])
+        (folder / f"in{rank}").touch()
+        if rank == victim and how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif rank == victim:
+            time.sleep(60)
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+@pytest.mark.parametrize("victim, how", [(2, "stopped"), (0, "stopped"), (1, "asleep")])
+def test_a_collective_that_times_out_names_the_rank_that_does_not_answer(victim, how, tmp_path):
+    _, processes = start_ranks(stopped, 3, tmp_path, victim, how)
+    others = [rank for rank in range(3) if rank != victim]
+    for rank in others:
+        processes[rank].join(SOON)
+    assert [processes[rank].exitcode for rank in others] == [1, 1]
+    processes[victim].kill()
+    texts = said_in(tmp_path, others)
+    named = rf"rank {victim} \(host \S+, pid {processes[victim].pid}\)"
+    warned = re.compile(rf"\[rank \d\] warning: during step 12: {named} has not answered for 1 s")
+    assert [len(warned.findall(text)) for text in texts] == [int(how == "stopped"), 0], texts
+    errors = [line for text in texts for line in text.splitlines() if "error" in line]
+    assert len(errors) == 2 and not any("Traceback" in text for text in texts), texts
+    late = rf"no answer from {named} for \d s" if how == "stopped" else "all ranks live"
+    timed_out = rf"error: a collective timed out during step 12, after 0\.05 min \(--distributed-timeout-minutes sets it\); {late}.*ckpt"
+    assert any(re.search(timed_out, line) for line in errors), errors
+    assert all(re.search(timed_out, line) or "with an error of its own" in line for line in errors), errors
+
+
+def stopped_for_a_while(rank, world_size, folder):
+    _speaks_into(folder, rank)
+    with PeerWatch(timeout=LIMIT) as peers:
+        peers.start_step(1, [])
+        (folder / f"in{rank}").touch()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1.0)
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_goes_on_is_told_too(tmp_path):
+    _, processes = start_ranks(stopped_for_a_while, 2, tmp_path)
+    deadline = time.monotonic() + SOON
+    while not (tmp_path / "in0").exists() or "has not answered" not in (tmp_path / "err0").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(processes[1].pid, signal.SIGCONT)
+    assert exit_codes(processes) == [0, 0]
+    first, other = said_in(tmp_path, range(2))
+    assert first.count("\n") == 2 and f"pid {processes[1].pid}) answers again, after " in first and other == ""
+
+
+def fails_in_a_collective_of_others(rank, world_size, folder):
+    _speaks_into(folder, rank)
+    with explain_errors(is_first_rank=rank == 0), PeerWatch() as peers:
+        peers.start_step(3, [])
+        dist.barrier()
+        if rank == 1:
+            raise OSError("no room on this rank's disk")
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_collective_that_failed_for_a_peers_error_has_no_traceback(tmp_path):
+    _, processes = start_ranks(fails_in_a_collective_of_others, 2, tmp_path)
+    assert exit_codes(processes) == [1, 1]
+    waited, failed = said_in(tmp_path, range(2))
+    assert failed == "[rank 1] error: OSError: no room on this rank's disk\n"
+    assert waited.count("\n") == 1 and "ended during step 3 with an error of its own, which it printed (here: " in waited
+
+
+ORPHANS = """
+import sys, time
+import torch.distributed as dist
+from megacp.training.peer_watch import PeerWatch
+dist.init_process_group("gloo")
+with PeerWatch(resume="ckpt") as peers:
+    peers.start_step(7, [])
+    open(f"{sys.argv[1]}/in{dist.get_rank()}", "w").close()
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_without_their_launcher_end_and_say_so(ranks, tmp_path):
+    ports = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), WORLD_SIZE=str(ranks), TORCHELASTIC_RUN_ID="none")
+    start = "; ".join(f'RANK={rank} "$PYTHON" -c "$ORPHANS" "$FOLDER" 2> "$FOLDER/err{rank}" &' for rank in range(ranks)).replace("&;", "&")
+    settings = dict(PYTHON=sys.executable, ORPHANS=ORPHANS, FOLDER=str(tmp_path), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    launcher = subprocess.Popen(["bash", "-c", f"{start} echo $(jobs -p); wait"], stdout=subprocess.PIPE, text=True,
+                                env=os.environ | ports | settings)  # fmt: skip
+    pids = launcher.stdout.readline().split()
+    while len(list(tmp_path.glob("in*"))) < ranks:
+        assert launcher.poll() is None, said_in(tmp_path, range(ranks))
+        time.sleep(0.05)
+    launcher.kill()
+    deadline = time.monotonic() + SOON
+    while any(os.path.exists(f"/proc/{pid}/exe") for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for rank, text in enumerate(said_in(tmp_path, range(ranks))):
+        gone = rf"the launcher \(torchrun, pid {launcher.pid}\) is gone, during step 7: .*; this rank ends; --load ckpt goes on from .*"
+        assert re.fullmatch(rf"\[rank {rank}\] error: {gone}\n", text), text
