@@ -26,21 +26,49 @@ GUESS=${GUESS:-}                        # tokens: where the search for the longe
 TIME_LIMIT_S=${TIME_LIMIT_S:-560}       # seconds of a stage
 DEVICE=${DEVICE:-auto}
 set -uo pipefail
-cd "$(dirname "$0")/.."
-if [ -z "${PYTHON:-}" ]; then . examples/setup_env.sh || exit 1; fi
-export PYTHON PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-mkdir -p "$OUT"
+root=$(CDPATH='' cd -- "$(dirname "$0")/.." && pwd)
+. "$root/examples/measuring.sh"
+STOP_S=20                               # SIGKILL after so long for what a signal is to stop; measure_gpus.sh stops its own sooner
+
+[ $# -gt 0 ] || set -- plan 128k 512k 1m 5m stub longest
+check_one "$COUNT" 8 NPROC
+check_one "$COUNT" 1 LAYERS
+check_one "$COUNT" 2 COMPUTED
+check_one "$COUNT" 5242880 LONG
+check_one "$COUNT" 524288 STEP
+check_one "|$COUNT" 5242880 GUESS
+check_one "$COUNT" 560 TIME_LIMIT_S
+check_one "$DECIMAL" 74.5 LIMIT_GIB
+check_one "$DECIMAL" 64 HOST_GIB
+check_one 'auto|cpu|cuda' auto DEVICE
+[ -z "${METHODS:-}" ] || check_each "$METHOD" '"upipe a2a"' METHODS
+for name in LONG STEP; do
+  longer=$(((${!name} + NPROC - 1) / NPROC * NPROC))
+  [ "${!name}" -eq "$longer" ] || refuse "$name=${!name} is not a multiple of NPROC=$NPROC; $name=$longer works"
+done
+for stage in "$@"; do
+  [[ $stage =~ ^(plan|128k|512k|1m|5m|stub|longest)$ ]] ||
+    refuse "$stage is not a stage; plan, 128k, 512k, 1m, 5m, stub or longest works"
+done
+if [ -z "${PYTHON:-}" ]; then . "$root/examples/setup_env.sh" || exit 1; fi
+export PYTHON PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+look_around
+[[ " $* " != *" "[0-9]* ]] || check_gpus "$DEVICE"
+take_out
+stages_done=''
+on_stop() { echo "stages done:${stages_done:- none}; stopped: $stage"; }
+stop_on_signals "$STOP_S"
 common=(--gpu-memory-limit-gib "$LIMIT_GIB" --host-memory-gib "$HOST_GIB" --attention-mask causal --device "$DEVICE")
 job=(--model "$MODEL" --context-parallel-size "$NPROC" --mock-data --attention-mask causal $MEMORY --device "$DEVICE")
 
 measure() {  # measure NAME FLAGS...: examples/measure_gpus.sh with what is in the environment
-  NPROC=$NPROC MODEL=$MODEL OUT=$OUT/$1 TIME_LIMIT_S=$TIME_LIMIT_S bash examples/measure_gpus.sh "${common[@]}" "${@:2}"
+  NPROC=$NPROC MODEL=$MODEL OUT=$OUT/$1 TIME_LIMIT_S=$TIME_LIMIT_S bash "$root/examples/measure_gpus.sh" "${common[@]}" "${@:2}"
 }
 
 stub() {  # stub TOKENS: one step of a rank, rehearsed; 0 fits, 1 does not, other codes are other troubles
   local log=$OUT/stub-$1.log left=$((TIME_LIMIT_S - SECONDS + begin)) code
   [ "$left" -gt 0 ] || { echo "$1 tokens: no time is left of TIME_LIMIT_S=$TIME_LIMIT_S; GUESS=$1 goes on from here" >&2; return 2; }
-  timeout -k 5 "$left" "$PYTHON" pretrain_llama.py "${job[@]}" --gpu-memory-limit-gib "$LIMIT_GIB" \
+  timeout -k 5 "$left" "$PYTHON" "$root/pretrain_llama.py" "${job[@]}" --gpu-memory-limit-gib "$LIMIT_GIB" \
     --seq-length "$1" --train-iters 1 --rehearse-world-size "$NPROC" --rehearse-attention stub \
     --rehearse-layers "$COMPUTED" --rehearse-json "$OUT/stub-$1.json" \
     > "$log" 2>&1
@@ -59,7 +87,7 @@ stub() {  # stub TOKENS: one step of a rank, rehearsed; 0 fits, 1 does not, othe
 
 longest() {  # steps away from the guess that double, until one context fits and a longer one does not; then halves
   local at fits=0 too_long=0 away=$STEP
-  at=${GUESS:-$("$PYTHON" tools/plan_memory.py "${job[@]}" --gpus "$NPROC" --longest --gpu-memory-gib "$LIMIT_GIB" --json |
+  at=${GUESS:-$("$PYTHON" "$root/tools/plan_memory.py" "${job[@]}" --gpus "$NPROC" --longest --gpu-memory-gib "$LIMIT_GIB" --json |
     "$PYTHON" -c 'import json, sys; print(json.load(sys.stdin)["longest_seq_length"])')}
   at=$((at / STEP * STEP))
   while [ "$fits" -eq 0 ] || [ "$too_long" -eq 0 ] || [ $((too_long - fits)) -gt "$STEP" ]; do
@@ -78,16 +106,12 @@ longest() {  # steps away from the guess that double, until one context fits and
 }
 
 plan() {
-  "$PYTHON" tools/plan_memory.py "${job[@]}" --gpus "$NPROC" --gpu H200 --seq-length "$LONG" --gpu-memory-limit-gib "$LIMIT_GIB" &&
-    "$PYTHON" tools/plan_memory.py "${job[@]}" --gpus "$NPROC" --gpu H200 --longest --gpu-memory-limit-gib "$LIMIT_GIB"
+  "$PYTHON" "$root/tools/plan_memory.py" "${job[@]}" --gpus "$NPROC" --gpu H200 --seq-length "$LONG" --gpu-memory-limit-gib "$LIMIT_GIB" &&
+    "$PYTHON" "$root/tools/plan_memory.py" "${job[@]}" --gpus "$NPROC" --gpu H200 --longest --gpu-memory-limit-gib "$LIMIT_GIB"
 }
 
-failed=0
-[ $# -gt 0 ] || set -- plan 128k 512k 1m 5m stub longest
-for stage in "$@"; do
-  printf '\n== %s\n' "$stage"
-  begin=$SECONDS
-  case $stage in
+run() {  # run STAGE
+  case $1 in
     plan) plan ;;
     128k) LENGTHS=131072 STEPS=4 REHEARSED_STEPS=2 METHODS=${METHODS:-upipe a2a} PREFETCH=1 measure 128k ;;
     512k)
@@ -95,8 +119,20 @@ for stage in "$@"; do
     1m) LENGTHS=1048576 STEPS=1 METHODS=${METHODS:-upipe} PREFETCH=1 PART_LIMIT_S=400 LINKS="" measure 1m ;;
     5m) LENGTHS=$LONG STEPS=1 METHODS=upipe PREFETCH=0 PART_LIMIT_S=400 LINKS="" measure 5m --num-layers "$LAYERS" $MEMORY ;;
     stub) stub "$LONG" && sed -n '/^rehearsal/,$p' "$OUT/stub-$LONG.log" ;;
-    longest) longest | tee "$OUT/longest.txt" ;;
-    *) echo "$stage is not a stage; plan, 128k, 512k, 1m, 5m, stub or longest is" >&2; exit 2 ;;
-  esac || { failed=1; echo "== $stage failed"; }
+    longest) longest | tee -a "$OUT/longest.txt" ;;
+  esac
+}
+
+failed=0
+for stage in "$@"; do
+  printf '\n== %s\n' "$stage"
+  begin=$SECONDS
+  run "$stage" &                        # a signal ends the wait
+  if wait $!; then
+    stages_done+=" $stage"
+  else
+    failed=1
+    echo "== $stage failed"
+  fi
 done
 exit "$failed"

@@ -25,7 +25,7 @@ STOP_S=5                                # that grace when the script is stopped
 
 [ -z "$NPROC" ] || check_one "$COUNT" 8 NPROC
 check_each "$COUNT" 262144 LENGTHS
-check_each "a2a|upipe|upipe-$COUNT" '"upipe a2a upipe-16"' METHODS
+check_each "$METHOD" '"upipe a2a upipe-16"' METHODS
 check_each '[01]' '"0 1"' PREFETCH
 check_one "$COUNT" 5 STEPS
 REHEARSED_STEPS=${REHEARSED_STEPS:-$((STEPS < 3 ? STEPS : 3))}
@@ -37,14 +37,9 @@ check_flags "$@"
 
 if [ -z "${PYTHON:-}" ]; then . "$root/examples/setup_env.sh" || exit 1; fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
-known='import torch; from megacp.model.config import PRESETS; print(torch.cuda.device_count(), *PRESETS)'
-known=$("$PYTHON" -c "$known") || exit 1
-gpus=${known%% *} models=${known#* }
-[[ " $models " == *" $MODEL "* ]] || refuse "MODEL=$MODEL is not known; MODEL=${models// / or } works"
+look_around
 NPROC=${NPROC:-$((gpus > 1 ? gpus : 2))}
-if [ "$device" != cpu ] && [ "$gpus" -gt 0 ] && [ "$NPROC" -gt "$gpus" ]; then
-  refuse "NPROC=$NPROC is more than the $gpus GPUs here; NPROC=$gpus works, or --device cpu to try it out"
-fi
+check_gpus "$device"
 [ "$NPROC" -gt 1 ] || [ -z "$LINKS" ] || refuse "NPROC=1 has no links to measure; NPROC=2 works, or LINKS="
 for length in $LENGTHS; do
   longer=$(((length + NPROC - 1) / NPROC * NPROC))

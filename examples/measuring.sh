@@ -4,12 +4,15 @@
 #   check_each PATTERN VALUE NAME...      variables that are one word or more, each of that pattern
 #   check_flags FLAGS...                  flags for the steps of measure_gpus.sh; leaves their --device in device, in data the flag
 #                                         of made-up documents unless they name others
+#   look_around                           MODEL is known; leaves the number of GPUs in gpus
+#   check_gpus DEVICE                     NPROC ranks have a GPU each where there are any
 #   take_out                              makes OUT, as an absolute path, which no other run uses until this one has ended
 #   within SECONDS GRACE_S LOG COMMAND... exit code of the command, 124 or 137 when it is out of time; a signal stops it
 #   end_started SECONDS                   ends all that this script has started and that still runs; SIGKILL after so long
 #   stop_on_signals SECONDS               Ctrl-C, SIGTERM and SIGHUP end_started, call on_stop (the script's own) and exit
 COUNT='[1-9][0-9]{0,14}'
-DECIMAL='[0-9]{1,9}(\.[0-9]{1,9})?'
+METHOD="a2a|upipe|upipe-$COUNT"
+DECIMAL='(0\.0*)?[1-9][0-9]{0,8}(\.[0-9]{1,9})?'
 export MEASURED_BY=$$                   # in the environment of all that is started: ranks have sessions of their own
 
 refuse() {
@@ -61,12 +64,24 @@ check_flags() {
   done
 }
 
+look_around() {
+  local code='import torch; from megacp.model.config import PRESETS; print(torch.cuda.device_count(), *PRESETS)' found
+  found=$("$PYTHON" -c "$code") || exit 1
+  gpus=${found%% *} found=${found#* }
+  [[ " $found " == *" $MODEL "* ]] || refuse "MODEL=$MODEL is not known; MODEL=${found// / or } works"
+}
+
+check_gpus() {
+  [ "$1" = cpu ] || [ "$gpus" -eq 0 ] || [ "$NPROC" -le "$gpus" ] ||
+    refuse "NPROC=$NPROC is more than the $gpus GPUs here; NPROC=$gpus works, or on CPUs, to try it out, --device cpu"
+}
+
 take_out() {
   local given=$OUT
   mkdir -p -- "$given" && OUT=$(CDPATH='' cd -- "$given" && pwd) && : >> "$OUT/.lock" ||
     refuse "OUT=$given: no files can be made there; OUT=/tmp/${0##*/} works"
   exec 9>> "$OUT/.lock"
-  flock --nonblock 9
+  flock -n 9
   [ $? -ne 1 ] || refuse "OUT=$given is in use by a run (process $(cat "$OUT/.lock")); to end that one works, or OUT=$given-2"
   echo $$ > "$OUT/.lock"
 }
@@ -103,6 +118,7 @@ stop_on_signals() {
 
 stopped() {
   trap '' INT TERM HUP PIPE
+  kill $(jobs -p) 2> /dev/null
   end_started "$1"
   echo "${0##*/}: stopped by $3"
   on_stop

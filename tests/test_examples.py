@@ -95,7 +95,7 @@ case $words in
   *device_count*) echo "$GPUS" llama3.2-1b llama3-8b llama-tiny ;;
   *longest_seq_length*) cat > /dev/null; echo "$GUESSED" ;;
   *"$FAILING"*) echo "error: it failed" >&2; exit 3 ;;
-  *"$HANGING"*) exec setsid sh -c "trap '' TERM; echo \\$\\$ >> {folder}/hanging; while :; do sleep 1; done" ;;
+  *"$HANGING"*) exec setsid sh -c "trap '$ON_TERM' TERM; echo \\$\\$ >> {folder}/hanging; while :; do sleep 0.2; done" ;;
   *" --rehearse-attention stub "*)
     [ "$(value --seq-length)" -le "$FITTING" ] || {{ echo "error: out of GPU memory: …" >&2; exit 1; }}
     echo "most  41.000" ;;
@@ -119,7 +119,7 @@ def measuring(tmp_path):
     python.chmod(0o755)
     unset = {name: value for name, value in os.environ.items() if name not in ("MODEL", "STEPS", "LIMIT_GIB", "GUESS")}
     own = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "GPUS": "2", "REHEARSED_ON": "a GPU"}
-    return unset | own | {"FAILING": "nothing", "HANGING": "nothing"}, tmp_path / "asked"
+    return unset | own | {"FAILING": "nothing", "HANGING": "nothing", "ON_TERM": ""}, tmp_path / "asked"
 
 
 def test_gpus_are_measured_part_by_part_and_one_that_fails_keeps_none_from_running(measuring):
@@ -183,6 +183,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(measuring, give
     assert not log.exists() or [line for line in log.read_text().splitlines() if "device_count" not in line] == []
 
 
+STUB = "--rehearse-attention stub"
 SMALL = {"LENGTHS": "1024", "METHODS": "a2a", "LINKS": ""}
 
 
@@ -230,14 +231,13 @@ def test_messages_of_all_tools_are_shown(measuring):
     assert done.returncode == 1 and "plan_memory: it failed" in done.stdout
 
 
-def started(script, variables, log, count):
-    """The running script, once as many of its commands hang."""
+def started(script, variables, log):
+    """The running script, once one of its commands hangs."""
     told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(["bash", *script], cwd=ROOT, env=variables, **told)
     deadline = time.monotonic() + 30
-    hanging = log.with_name("hanging")
-    while not hanging.exists() or len(hanging.read_text().split()) < count:
-        assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()
+    while not log.with_name("hanging").exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.terminate()
         time.sleep(0.05)
     return process
 
@@ -248,11 +248,11 @@ def alive(log):
     return [str(process) for process in processes if process.exists() and ") Z " not in process.read_text()]
 
 
-@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize("sent, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_all_that_runs_and_what_is_done_is_told(measuring, sent, code):
     variables, log = measuring
     variables |= SMALL | {"HANGING": "--rehearse-json"}
-    process = started(["examples/measure_gpus.sh"], variables, log, 1)
+    process = started(["examples/measure_gpus.sh"], variables, log)
     second = bash(["examples/measure_gpus.sh"], variables)
     assert second.returncode == 2 and f"is in use by a run (process {process.pid})" in second.stderr
     process.send_signal(sent)
@@ -295,4 +295,38 @@ def test_stages_are_one_command_each(measuring):
     assert len(asked) == 7 and all("--gpu-memory-limit-gib 74.5" in line and "llama3-8b" in line for line in asked)
     assert "--seq-length 5242880" in asked[-1] and "--rehearse-attention stub --rehearse-layers 2 " in asked[-1]
     assert "--num-layers 1 " in asked[-2]
-    assert bash(["examples/llama3_8b_8gpu_5m.sh", "6m"], variables).returncode == 2
+
+
+@pytest.mark.parametrize(
+    "given, stages, said",
+    [
+        ({}, ["plan", "6m"], "6m is not a stage"),
+        ({}, ["plan", "128k"], "NPROC=2 works"),
+        ({"NPROC": "0"}, ["plan"], "NPROC=8 works"),
+        ({"MODEL": "llama4"}, ["plan"], "MODEL=llama3.2-1b or"),
+        ({"LIMIT_GIB": "0"}, ["stub"], "LIMIT_GIB=74.5 works"),
+        ({"HOST_GIB": "64G"}, ["stub"], "HOST_GIB=64 works"),
+        ({"STEP": "1001"}, ["longest"], "STEP=1008 works"),
+        ({"LONG": "5M"}, ["stub"], "LONG=5242880 works"),
+        ({"GUESS": "x"}, ["longest"], "GUESS=5242880 works"),
+        ({"METHODS": "ring"}, ["stub", "128k"], "METHODS="),
+        ({"TIME_LIMIT_S": "9m"}, ["stub"], "TIME_LIMIT_S=560 works"),
+        ({"DEVICE": "tpu"}, ["stub"], "DEVICE=auto works"),
+        ({"OUT": "/proc/none"}, ["stub"], "OUT=/tmp/"),
+    ],
+)
+def test_stages_that_cannot_run_are_refused_before_any_does(measuring, given, stages, said):
+    variables, log = measuring
+    done = bash(["examples/llama3_8b_8gpu_5m.sh", *stages], variables | given)
+    assert done.returncode == 2 and said in done.stderr and done.stdout == "", done.stdout + done.stderr
+    assert not log.exists() or [line for line in log.read_text().splitlines() if "device_count" not in line] == []
+
+
+@pytest.mark.parametrize("stage, hanging", [("128k", "--rehearse-json"), ("stub", STUB), ("longest", STUB)])
+def test_a_signal_ends_a_stage_and_all_below_it(measuring, stage, hanging):
+    variables, log = measuring
+    variables |= {"GPUS": "8", "METHODS": "a2a", "HANGING": hanging, "GUESS": "524288", "ON_TERM": "exit"}
+    process = started(["examples/llama3_8b_8gpu_5m.sh", "plan", stage], variables, log)
+    process.send_signal(signal.SIGINT)
+    told, _ = process.communicate(timeout=30)
+    assert process.returncode == 130 and alive(log) == [] and f"stages done: plan; stopped: {stage}" in told, told
