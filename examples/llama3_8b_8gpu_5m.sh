@@ -67,7 +67,8 @@ measure() {  # measure NAME FLAGS...: examples/measure_gpus.sh with what is in t
 
 stub() {  # stub TOKENS: one step of a rank, rehearsed; 0 fits, 1 does not, other codes are other troubles
   local log=$OUT/stub-$1.log left=$((TIME_LIMIT_S - SECONDS + begin)) code
-  [ "$left" -gt 0 ] || { echo "$1 tokens: no time is left of TIME_LIMIT_S=$TIME_LIMIT_S; GUESS=$1 goes on from here" >&2; return 2; }
+  [ "$left" -gt 0 ] ||
+    { echo "$1 tokens: no time is left of TIME_LIMIT_S=$TIME_LIMIT_S; GUESS=$1 goes on from here" >&2; return 2; }
   timeout -k 5 "$left" "$PYTHON" "$root/pretrain_llama.py" "${job[@]}" --gpu-memory-limit-gib "$LIMIT_GIB" \
     --seq-length "$1" --train-iters 1 --rehearse-world-size "$NPROC" --rehearse-attention stub \
     --rehearse-layers "$COMPUTED" --rehearse-json "$OUT/stub-$1.json" \
@@ -106,8 +107,8 @@ longest() {  # steps away from the guess that double, until one context fits and
 }
 
 plan() {
-  "$PYTHON" "$root/tools/plan_memory.py" "${job[@]}" --gpus "$NPROC" --gpu H200 --seq-length "$LONG" --gpu-memory-limit-gib "$LIMIT_GIB" &&
-    "$PYTHON" "$root/tools/plan_memory.py" "${job[@]}" --gpus "$NPROC" --gpu H200 --longest --gpu-memory-limit-gib "$LIMIT_GIB"
+  local asked=("$PYTHON" "$root/tools/plan_memory.py" "${job[@]}" --gpus "$NPROC" --gpu H200 --gpu-memory-limit-gib "$LIMIT_GIB")
+  "${asked[@]}" --seq-length "$LONG" && "${asked[@]}" --longest
 }
 
 run() {  # run STAGE

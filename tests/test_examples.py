@@ -95,7 +95,7 @@ case $words in
   *device_count*) echo "$GPUS" llama3.2-1b llama3-8b llama-tiny ;;
   *longest_seq_length*) cat > /dev/null; echo "$GUESSED" ;;
   *"$FAILING"*) echo "error: it failed" >&2; exit 3 ;;
-  *"$HANGING"*) exec setsid sh -c "trap '$ON_TERM' TERM; echo \\$\\$ >> {folder}/hanging; while :; do sleep 0.2; done" ;;
+  *"$HANGING"*) setsid sh -c "trap '$ON_TERM' TERM; echo \\$\\$ >> {folder}/hanging; while :; do sleep 0.2; done" & wait ;;
   *" --rehearse-attention stub "*)
     [ "$(value --seq-length)" -le "$FITTING" ] || {{ echo "error: out of GPU memory: …" >&2; exit 1; }}
     echo "most  41.000" ;;
