@@ -51,11 +51,6 @@ for method in $METHODS; do
     refuse "METHODS: the heads of $method are no multiple of NPROC=$NPROC; METHODS=upipe-$NPROC works"
 done
 take_out
-on_stop() {
-  [ -z "$running" ] || row "$running" stopped
-  summary
-}
-stop_on_signals "$STOP_S"
 
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
@@ -88,9 +83,11 @@ part() {  # part NAME COMMAND...: within its time, its output in OUT/NAME.log
   rm -f "$log"
   case $* in *torch.distributed.run*) grace=$GRACE_S ;; esac
   if [ "$limit" -ge 5 ]; then
-    within $((limit < PART_LIMIT_S ? limit : PART_LIMIT_S)) "$grace" "$log" "$@"
-    code=$?
-    case $code in 0) result=done ;; 124 | 137) result="out of time" ;; *) result="failed, exit code $code" ;; esac
+    limit=$((limit < PART_LIMIT_S ? limit : PART_LIMIT_S))
+    within "$limit" "$grace" "$log" "$@"
+    code=$? result="failed, exit code $?"
+    [ "$code" -ne 0 ] || result=done
+    [[ $code != 124 && $code != 137 ]] || [ $((SECONDS - begin)) -lt "$limit" ] || result='out of time'  # else: of memory
   fi
   row "$running" "$result"
   running=''
@@ -133,6 +130,12 @@ notes() {  # notes MEASURED: what makes steps slower than others would be, when 
   [ "$REHEARSED_STEPS" -ne 1 ] || echo "note: the one step rehearsed is the first, $cold; REHEARSED_STEPS=2 counts the second"
 }
 
+on_stop() {
+  [ -z "$running" ] || row "$running" stopped
+  summary
+}
+
+stop_on_signals "$STOP_S"
 if [ -n "$LINKS" ]; then
   rm -f "$OUT/all_to_all.json"
   part links "${ranks[@]}" "$root/tools/measure_all_to_all.py" --device "$device" --sizes $LINKS --output "$OUT/all_to_all.json" &&
