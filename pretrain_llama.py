@@ -25,6 +25,8 @@ One rank of such a job on one GPU, for its memory and time; the GPUs of the othe
 
 import sys
 
+import torch
+
 from megacp import parallel_state
 from megacp.argument_checks import check_vocab_size
 from megacp.arguments import model_config_from_args, parse_args, resolve_precision, validate_args
@@ -48,6 +50,7 @@ from megacp.training.metrics import MetricsLogger
 from megacp.training.optimizer import build_optimizer
 from megacp.training.path_checks import check_logs, check_paths
 from megacp.training.peer_watch import PeerWatch
+from megacp.training.run_logs import log_head
 from megacp.training.sharding import allocate_weights, build_model
 from megacp.training.step import step_settings
 from megacp.training.summary import predicted_step_seconds, startup_summary
@@ -126,9 +129,12 @@ def train(args, config, layout, schedule, model, device, dtype, data, pretrained
         if not is_first_rank:
             run.train(None)
             return
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        accumulation = args.global_batch_size // (args.micro_batch_size * layout.data_parallel_size)
+        head = log_head(memory_job(args, config, layout, schedule, dtype), settings.store.plans, accumulation, name, args)
         with MetricsLogger(
             args.train_iters, first_step=run.iteration + 1, log_interval=args.log_interval, tensorboard_dir=args.tensorboard_dir,
-            jsonl=args.log_jsonl, device_type=device.type,
+            jsonl=args.log_jsonl, device_type=device.type, head=head,
         ) as logger:  # fmt: skip
             run.train(logger)
 

@@ -45,6 +45,7 @@ from megacp.training.metrics import StepRecord, causal_pairs
 from megacp.training.optimizer import build_optimizer
 from megacp.training.part_times import PartTimer
 from megacp.training.rehearsals import job_settings
+from megacp.training.run_logs import profiled_steps
 from megacp.training.sharding import allocate_weights
 from megacp.training.step import StepSettings, step_settings
 from megacp.training.training_data import TrainingData
@@ -80,6 +81,7 @@ class RehearsalReport:
     tokens_per_s_per_gpu: float | None  # None: not all layers computed
     copy_bytes_per_s: float | None  # between device and pinned memory, each way while both run; None on a CPU
     settings: dict  # what `megacp.training.rehearsals` makes the job of again
+    steps: list[dict]  # seconds and (query, key) pairs of each
 
     @property
     def peak(self) -> int:
@@ -163,7 +165,7 @@ def rehearse(
             run = TrainingRun(
                 args, config, settings, model, optimizer, data.train, data.eod, device, dtype, meter=meter, watchers=watchers
             )
-            journal = _Journal(timer, pairs, args.train_iters)
+            journal = _Journal(timer, pairs, args.train_iters, profiled_steps(args))
             run.train(journal)
     job = memory_job(args, config, layout, schedule, dtype)
     report = _report(args, job, computing, layout, settings, model, run, meter, journal)
@@ -215,15 +217,18 @@ class _AttentionPairs:
 
 
 class _Journal:
-    """What the training loop logs to: a line a step, and the last step's figures."""
+    """What the training loop logs to: a line a step, the work of each, and the last one's figures."""
 
-    def __init__(self, timer: PartTimer, pairs: _AttentionPairs, steps: int):
-        self._timer, self._pairs, self._steps = timer, pairs, steps
+    def __init__(self, timer: PartTimer, pairs: _AttentionPairs, train_iters: int, profiled: list[int]):
+        self._timer, self._pairs, self._train_iters, self._profiled = timer, pairs, train_iters, profiled
+        self.steps: list[dict] = []
 
     def log(self, record: StepRecord) -> None:
-        self.record, self.part_seconds, self.attention_pairs = record, self._timer.take(), self._pairs.take()
-        peak = record.peak_memory_gib
-        print(f"step {record.step}/{self._steps} | {record.step_time_s:8.3f} s | peak {peak:8.3f} GiB", flush=True)
+        self.record, self.part_seconds = record, self._timer.take()
+        number, pairs, peak = record.step, self._pairs.take(), record.peak_memory_gib
+        step = {"step": number, "seconds": record.step_time_s, "attention_pairs": pairs, "profiled": number in self._profiled}
+        self.steps.append(step)
+        print(f"step {number}/{self._train_iters} | {record.step_time_s:8.3f} s | peak {peak:8.3f} GiB", flush=True)
 
 
 def _report(
@@ -261,9 +266,9 @@ def _report(
         tokens_per_s_per_gpu=journal.record.tokens_per_s_per_gpu if len(computing) == config.num_layers else None,
         copy_bytes_per_s=copy_speed(run.device) if cuda else None,
         settings=job_settings(
-            job, plans, args.global_batch_size // (args.micro_batch_size * layout.data_parallel_size), journal.attention_pairs,
-            len(computing),
-        ),
+            job, plans, args.global_batch_size // (args.micro_batch_size * layout.data_parallel_size)
+        ) | {"attention_pairs": journal.steps[-1]["attention_pairs"], "rehearsed_layers": len(computing)},
+        steps=journal.steps,
     )
 
 

@@ -28,7 +28,7 @@ Time is the counted work, recompute included, by the speeds of --gpu: measured o
 them by reports that --rehearse-json of pretrain_llama.py wrote on such a GPU, and the all-to-all, which one GPU cannot rehearse, by a
 file {"all_to_all": [{"bytes_per_rank": 268435456, "seconds": 0.0009, "gpus": 8}, …]}. --rehearsal holds the prediction against such
 reports, each with its own settings, and says how far it is off; with --measured, the --log-jsonl of a real run of each, rehearsal and
-prediction are held against that. Exits with 1 when the job does not fit.
+prediction are held against that, over the same steps or scaled to the same documents. Exits with 1 when the job does not fit.
 """
 
 import argparse
@@ -44,8 +44,10 @@ from megacp.memory.units import GIB
 from megacp.planner import table
 from megacp.training.activation_plans import GPU_SHARE
 from megacp.training.capacity import Outcome, fewest_gpus, longest_context, parse_planned, plan_job
-from megacp.training.measured_runs import against_rehearsal, read_run, run_table
+from megacp.training.measured_runs import against_rehearsal, run_table
+from megacp.training.metrics import peak_flops
 from megacp.training.rehearsals import compare, read_rehearsal
+from megacp.training.run_logs import read_run
 from megacp.training.speeds import Speeds, speeds_from
 from megacp.training.step_time import StepTime, predict_step_time
 
@@ -94,17 +96,23 @@ def main(argv: list[str] | None = None) -> int:
     if asked.json:
         print(json.dumps(answer | record(outcome, gpus, speeds, time), indent=2))
     else:
-        print("\n".join(report(outcome, gpus, answer, speeds) + time_table(time, speeds)))
+        print("\n".join(report(outcome, gpus, answer, speeds) + time_table(time, speeds, outcome.args.context_parallel_size)))
     if outcome.problem:
         print(f"plan_memory: {outcome.problem}", file=sys.stderr)
     return 1 if outcome.problem else 0
 
 
 def _against_rehearsal(log: str, report: str, asked: argparse.Namespace) -> dict:
-    """Time is predicted for the GPU of --gpu or --calibrate, else of the rehearsal; not for a CPU."""
-    rehearsal = read_rehearsal(report)
-    gpu = asked.gpu or (None if asked.calibrate or rehearsal.device == "cpu" else rehearsal.device)
-    speeds = speeds_from(gpu, asked.calibrate) if gpu or asked.calibrate else None
+    """Time is predicted for the GPU that was rehearsed on; not for a CPU."""
+    rehearsal, speeds = read_rehearsal(report), None
+    given = " ".join([*(["--gpu", asked.gpu] if asked.gpu else []), *(["--calibrate", *asked.calibrate] if asked.calibrate else [])])
+    if rehearsal.device != "cpu":
+        speeds = speeds_from(asked.gpu or rehearsal.device, asked.calibrate)
+        if peak_flops(speeds.gpu) != peak_flops(rehearsal.device):
+            raise ArgumentError(f"--gpu {asked.gpu} is not what --rehearsal {report} was rehearsed on, {rehearsal.device}; no --gpu works")
+    elif given:
+        raise ArgumentError(f"--rehearsal {report} was rehearsed on a CPU, and {given} tells the speeds of GPUs; a rehearsal on a GPU "
+                            "works, or none of these flags")  # fmt: skip
     return against_rehearsal(read_run(log), rehearsal, speeds)
 
 
@@ -178,14 +186,14 @@ def _shown(buffers: dict[str, int]) -> dict[str, int]:
     return shown | ({"others": others} if others else {})
 
 
-def time_table(time: StepTime, speeds: Speeds) -> list[str]:
-    """Lines for a person: seconds of a step by part; what hides behind other work takes none."""
+def time_table(time: StepTime, speeds: Speeds, gpus: int) -> list[str]:
+    """Lines for a person: seconds of a step by part; what hides behind other work takes none. `gpus`: that exchange heads."""
     return [
         "",
         f"{'time of a step':22}{'seconds':>10}{'share':>8}",
         *(f"  {part:20}{seconds:10.3f}{seconds / time.seconds:8.1%}" for part, seconds in time.parts.items() if seconds),
         f"  {'step':20}{time.seconds:10.3f}   {time.tokens_per_s_per_gpu:,.1f} tokens/s/GPU, {time.mfu:.1%} MFU",
-        f"speeds of {speeds.gpu}: {'; '.join(f'{name} {source}' for name, source in speeds.sources.items())}",
+        f"speeds of {speeds.gpu}: {speeds.source_text(gpus)}",
     ]
 
 
@@ -239,7 +247,7 @@ def record(outcome: Outcome, gpus: int, speeds: Speeds, time: StepTime) -> dict:
         "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
         "mfu": time.mfu,
         "executed_flops_per_gpu": time.executed_flops,
-        "speeds": {"gpu": speeds.gpu} | speeds.sources,
+        "speeds": {"gpu": speeds.gpu} | speeds.sources | {"all_to_all_gpus": sorted(speeds.all_to_all)},
     }
 
 

@@ -5,94 +5,126 @@
 
     against_rehearsal(read_run("run.jsonl"), read_rehearsal("r.json"), speeds_of("H200"))["rows"]["step s"]
     # {"measured": 12.34, "rehearsed": 12.1, "rehearsed_off": -0.019, "predicted": 11.2, "predicted_off": -0.092}
+
+Steps differ by their documents: with packed ones attention may work twice as long in one as in the next. So the steps that both ran
+are compared, a rehearsal reading the same data in the same order; their median. Where they have none in common, or not the same
+documents in them, the rehearsed step's attention is scaled to the measured steps' (query, key) pairs, as the prediction's always is.
+First steps, which compile and warm up, and profiled ones count only where there are no others.
 """
 
-import json
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from megacp.argument_checks import ArgumentError
 from megacp.memory.units import GIB
-from megacp.training.rehearsals import Rehearsal, compare
-from megacp.training.speeds import Speeds
+from megacp.training.rehearsals import Rehearsal, RehearsedStep, compare
+from megacp.training.resilience import ranges_text
+from megacp.training.run_logs import LoggedStep, MeasuredRun, check_same_job
+from megacp.training.speeds import Speeds, of_documents
 from megacp.training.step_time import predict_step_time
 
 FAR_OFF = 0.05  # of what was measured
+SAME_PAIRS = 1e-6  # as far as a log's FLOPs tell them
 COLUMNS = ("rehearsed", "predicted")
 
 
 @dataclass(frozen=True)
-class MeasuredRun:
-    """Of a log. Medians of `steps` steps: all but the first of the log, which compiles and warms up, or that one if it is alone."""
+class ComparedSteps:
+    """`measured` and `rehearsed`: numbers of the steps. Medians: seconds, and pairs of a rank's sequences in a measured step."""
 
-    path: str
-    steps: int
-    tokens: int  # of a step, over all ranks
-    step_seconds: float
-    tokens_per_s_per_gpu: float
-    peak_gib: float | None  # the most of all steps; None on a CPU
+    measured: list[int]
+    rehearsed: list[int]
+    measured_seconds: float
+    rehearsed_seconds: float
+    pairs: float
+    note: str
 
 
-def read_run(path: str) -> MeasuredRun:
-    """Raises ArgumentError for what --log-jsonl did not write."""
-    try:
-        records = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
-        counted = records[1:] or records
-        peaks = [record["peak_memory_gib"] for record in records]
-        return MeasuredRun(
-            path, len(counted), records[0]["tokens"], statistics.median(record["step_time_s"] for record in counted),
-            statistics.median(record["tokens_per_s_per_gpu"] for record in counted), None if None in peaks else max(peaks),
-        )  # fmt: skip
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        problem = f"is no log of steps ({type(error).__name__}: {error})"
-    raise ArgumentError(f"--measured {path} {problem}; a file that --log-jsonl of pretrain_llama.py writes works")
+def compared_steps(run: MeasuredRun, rehearsal: Rehearsal) -> ComparedSteps:
+    config, replicas = rehearsal.job.config, rehearsal.job.sharding_ranks // rehearsal.job.schedule.ulysses_degree
+    pairs = {step.number: step.attention_pairs(config) / replicas for step in run.steps}  # of a rank's sequences, on average
+    measured, remark = undisturbed(run.steps)
+    rehearsed, rehearsed_remark = undisturbed(rehearsal.steps)
+    alike = {step.number: step for step in rehearsed if _same(step, pairs.get(step.number))}
+    if both := [step for step in measured if step.number in alike]:
+        measured, rehearsed = both, [alike[step.number] for step in both]
+    else:
+        rehearsed = rehearsal.steps[-1:]
+        rehearsed_remark = undisturbed(rehearsed)[1]
+    wanted = statistics.median(pairs[step.number] for step in measured)
+    numbers, rehearsed_numbers = ([step.number for step in steps] for steps in (measured, rehearsed))
+    if both:
+        seconds = statistics.median(step.seconds for step in rehearsed)
+        note = f"{_named(numbers)} of both, the same documents{remark or rehearsed_remark}"
+    else:
+        seconds = rehearsal.step_seconds + rehearsal.part_seconds["attention"] * (wanted / rehearsal.attention_pairs - 1)
+        last = _named(rehearsed_numbers) if rehearsed else "the last step"
+        note = f"{_named(numbers)} measured{remark}"
+        if not rehearsal.not_timed:
+            note += f"; {last} rehearsed{rehearsed_remark}, its attention scaled to their documents"
+    return ComparedSteps(numbers, rehearsed_numbers, statistics.median(step.seconds for step in measured), seconds, wanted, note)
+
+
+def undisturbed(steps: Sequence[LoggedStep | RehearsedStep]) -> tuple[list[LoggedStep | RehearsedStep], str]:
+    """Those that are as most of a long run are, or else the best there are and what to say of them. A profiler warms up a step before."""
+    warm = [step for step in steps if not step.cold]
+    plain = [step for step in warm if not step.profiled]
+    before = {step.number - 1 for step in steps if step.profiled}
+    if best := [step for step in plain if step.number not in before] or plain:
+        return best, ""
+    if warm:
+        return warm, " (profiled, which is slower)"
+    return list(steps), " (the first, which compiles and warms up)" if steps else ""
+
+
+def _named(numbers: list[int]) -> str:
+    return f"step{'s' * (len(numbers) > 1)} {ranges_text(numbers)}"
+
+
+def _same(step: RehearsedStep, pairs: float | None) -> bool:
+    return pairs is not None and abs(pairs - step.attention_pairs) <= SAME_PAIRS * step.attention_pairs
 
 
 def against_rehearsal(run: MeasuredRun, rehearsal: Rehearsal, speeds: Speeds | None) -> dict:
-    """`speeds` None: no time is predicted. Raises ArgumentError when they are of steps of other sizes."""
-    job = rehearsal.job
-    tokens = job.tokens * job.sharding_ranks * rehearsal.micro_batches
-    if tokens != run.tokens:
-        raise ArgumentError(
-            f"--measured {run.path} has steps of {run.tokens:,} tokens, --rehearsal {rehearsal.path} of {tokens:,}; a log and a "
-            "rehearsal of the same flags work"
-        )
-    compared, not_timed = compare(rehearsal), rehearsal.not_timed
-    time = predict_step_time(job, rehearsal.plans, speeds, rehearsal.micro_batches) if speeds else None
+    """`speeds` None: no time is predicted. Raises ArgumentError when they are not of the same job."""
+    notes = run.notes + check_same_job(run, rehearsal)
+    steps = compared_steps(run, rehearsal)
+    job, not_timed, compared = rehearsal.job, rehearsal.not_timed, compare(rehearsal)
+    predicted = None
+    if speeds is not None:
+        packed = of_documents(speeds, steps.pairs / rehearsal.whole_pairs)
+        predicted = predict_step_time(job, rehearsal.plans, packed, rehearsal.micro_batches).seconds
+        notes.append(f"predicted with the speeds of {speeds.gpu}: {speeds.source_text(job.schedule.ulysses_degree)}")
+    if not_timed:
+        notes.append(f"no time was rehearsed: {not_timed}")
+    seconds = {"measured": steps.measured_seconds, "rehearsed": None if not_timed else steps.rehearsed_seconds, "predicted": predicted}
     of_rank = job.tokens * rehearsal.micro_batches
-    seconds = {
-        "measured": run.step_seconds,
-        "rehearsed": None if not_timed else rehearsal.step_seconds,
-        "predicted": None if time is None else time.seconds,
-    }
-    speed = {name: value and of_rank / value for name, value in seconds.items()}
     rows = {
         "step s": seconds,
-        "tokens/s/GPU": speed | {"measured": run.tokens_per_s_per_gpu},
+        "tokens/s/GPU": {name: value and of_rank / value for name, value in seconds.items()},
         "peak GiB": {"measured": run.peak_gib, "rehearsed": rehearsal.peak / GIB, "predicted": compared["predicted_bytes"] / GIB},
     }
     for row in rows.values():
         for name in COLUMNS:
             known = None not in (row["measured"], row[name])
             row[f"{name}_off"] = row[name] / row["measured"] - 1 if known else None
-    files = {"run": run.path, "rehearsal": rehearsal.path}
-    return files | {"job": compared["job"], "steps": run.steps, "rows": rows, "not_timed": not_timed}
+    return {
+        "run": run.path, "rehearsal": rehearsal.path, "job": compared["job"], "measured_steps": steps.measured,
+        "rehearsed_steps": steps.rehearsed, "compared": steps.note, "rows": rows, "not_timed": not_timed, "notes": notes,
+    }  # fmt: skip
 
 
 def run_table(compared: list[dict]) -> list[str]:
     """Lines for a person; an exclamation mark where a figure is far off."""
     lines = []
     for one in compared:
-        lines += [f"{one['run']} against {one['rehearsal']}, median of {one['steps']} step{'s' * (one['steps'] > 1)}: {one['job']}"]
+        lines += [f"{one['run']} against {one['rehearsal']}: {one['job']}"]
+        lines += [f"medians; {one['compared']}"]
         lines += [f"{'':14}{'measured':>12}{'rehearsed':>12}{'off':>9}  {'predicted':>12}{'off':>9}"]
         for name, row in one["rows"].items():
             cells = "".join(f"{_figure(row[column])}{_share(row[f'{column}_off'])}" for column in COLUMNS)
             lines.append(f"{name:14}{_figure(row['measured'])}{cells}".rstrip())
-        if one["not_timed"]:
-            lines.append(f"no time was rehearsed: {one['not_timed']}")
+        lines += [f"note: {note}" for note in one["notes"]]
         lines.append("")
     return [*lines, f"off: from what was measured; !: more than {FAR_OFF:.0%}"]
 

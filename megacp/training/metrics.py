@@ -11,7 +11,8 @@ Worked example, llama3-8b on one stream of 8 tokens with documents of 3 and 5 to
 360256634880
 
 `MetricsLogger` belongs to one rank. Its console line is for a person, TensorBoard for comparing runs, the JSON lines for
-programs: one object a step, every step once, also across restarts. Evaluations have files of their own beside it:
+programs: one object a step, every step once, also across restarts; the first of each start tells the job's settings too
+(`megacp.training.run_logs`). Evaluations have files of their own beside it:
 
 >>> str(evaluation_log("runs/log.jsonl", "valid"))
 'runs/log.valid.jsonl'
@@ -135,9 +136,9 @@ class StepRecord:
             phase_memory_gib=phases,
         )
 
-    def to_json(self) -> str:
-        """All but the phases, which are for TensorBoard."""
-        return json_line({name: value for name, value in dataclasses.asdict(self).items() if name != "phase_memory_gib"})
+    def to_json(self, head: dict) -> str:
+        """All but the phases, which are for TensorBoard; and then `head`."""
+        return json_line({name: value for name, value in dataclasses.asdict(self).items() if name != "phase_memory_gib"} | head)
 
 
 def json_line(values: dict) -> str:
@@ -159,8 +160,8 @@ class MetricsLogger:
     One that cannot be begun is refused with a ValueError that names the flag.
 
     `first_step` is the step of the first record to come. Records of it and later ones that a previous run left in `jsonl` and
-    beside it are dropped, so that no step is there twice; a run from the start begins the files anew. `stream` None is standard
-    output.
+    beside it are dropped, so that no step is there twice; a run from the start begins the files anew. `head`: what the first
+    record tells beside its own keys, such as the job that those up to the next head are of. `stream` None is standard output.
     Use as a context manager.
     """
 
@@ -173,8 +174,10 @@ class MetricsLogger:
         tensorboard_dir: str | None = None,
         jsonl: str | None = None,
         device_type: str = "cuda",
+        head: dict | None = None,
         stream: TextIO | None = None,
     ):
+        self._head = head or {}
         self._train_iters = train_iters
         self._first_step = first_step
         self._log_interval = log_interval
@@ -209,8 +212,9 @@ class MetricsLogger:
                             self._tensorboard.add_scalar(tag, number, record.step)
         if self._jsonl is not None:
             with self._giving_up_jsonl(record.step):
-                self._jsonl.write(record.to_json() + "\n")
+                self._jsonl.write(record.to_json(self._head) + "\n")
                 self._jsonl.flush()
+                self._head = {}
 
     def log_evaluation(self, record: EvaluationRecord) -> None:
         name = EVALUATED_PARTS[record.part]

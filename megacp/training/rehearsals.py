@@ -9,6 +9,7 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,18 @@ from megacp.memory.policy import LayerPlan
 from megacp.planner import Job, predict
 
 STUB = "stub-"
+
+
+@dataclass(frozen=True)
+class RehearsedStep:
+    number: int
+    seconds: float
+    attention_pairs: int
+    profiled: bool
+
+    @property
+    def cold(self) -> bool:
+        return self.number == 1
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,7 @@ class Rehearsal:
     part_seconds: dict[str, float]
     copy_bytes_per_s: float | None
     computing_layers: int | None = None  # None: all. The others only took their memory
+    steps: tuple[RehearsedStep, ...] = ()  # none: a report that tells of the last step only
 
     @property
     def not_timed(self) -> str | None:
@@ -53,13 +67,18 @@ class Rehearsal:
     @property
     def pairs_share(self) -> float:
         """Attention pairs of the step in those of sequences that are one document each."""
+        return self.attention_pairs / self.whole_pairs
+
+    @property
+    def whole_pairs(self) -> int:
+        """Attention pairs of a step of the rank's sequences, were each one document."""
         job = self.job
         length = job.schedule.ulysses_degree * job.tokens // job.sequences
-        return self.attention_pairs / (self.micro_batches * job.sequences * (length * (length + 1) // 2))
+        return self.micro_batches * job.sequences * (length * (length + 1) // 2)
 
 
-def job_settings(job: Job, plans: list[LayerPlan], micro_batches: int, attention_pairs: int, computing_layers: int) -> dict:
-    """What a report says of the job, beside the ranks, the dtype and the attention backend that it names for people too."""
+def job_settings(job: Job, plans: list[LayerPlan], micro_batches: int) -> dict:
+    """What reports and logs say of the job, beside the ranks, the dtype and the device that they name for people too."""
     return {
         "model": config_to_json(job.config),
         "context_parallel_size": job.schedule.ulysses_degree,
@@ -72,8 +91,6 @@ def job_settings(job: Job, plans: list[LayerPlan], micro_batches: int, attention
         "micro_batches": micro_batches,
         "optimizer_cpu_offload": job.states_on_host,
         "plans": [dataclasses.asdict(plan) for plan in plans],
-        "attention_pairs": attention_pairs,
-        "rehearsed_layers": computing_layers,
     }
 
 
@@ -114,17 +131,56 @@ def read_rehearsal(path: str) -> Rehearsal:
 def read_json(path: str, source: str) -> dict:
     """The object in a file. Raises ArgumentError naming what would write one."""
     try:
-        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        report = parse_finite(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read ({error.strerror}); a file of {source} works") from None
     except ValueError as error:
-        raise ArgumentError(f"{path} is not JSON ({error}); a file of {source} works") from None
+        problem = "is not JSON" if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)) else "cannot be used"
+        raise ArgumentError(f"{path} {problem} ({error}); a file of {source} works") from None
     if not isinstance(report, dict):
         raise ArgumentError(f"{path} holds a {type(report).__name__}, not an object; a file of {source} works")
     return report
 
 
+def parse_finite(text: str):
+    """The value of a JSON text. Raises ValueError, naming the place, for a number that is not finite: no clock or count gives one."""
+    value = json.loads(text)
+    _check_finite(value, "")
+    return value
+
+
+def _check_finite(value, place: str) -> None:
+    if isinstance(value, (dict, list)):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_finite(inner, f"{place}[{name}]" if isinstance(value, list) else f"{place}.{name}".lstrip("."))
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{place or 'it'} is {value}")
+
+
+def check_positive(name: str, value: float, or_zero: bool = False) -> float:
+    """`value`. Raises ValueError when it is no number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or (value == 0 and not or_zero):
+        raise ValueError(f"{name} is {value}, not {'0 or more' if or_zero else 'above 0'}")
+    return value
+
+
+def _check_numbers(report: dict) -> None:
+    for name in ("attention_pairs", "micro_batches"):
+        check_positive(f"settings.{name}", report["settings"][name])
+    for name in ("world_size", "tokens_per_rank", "peak", "step_seconds"):
+        check_positive(name, report[name])
+    for name in ("reserved", "copy_bytes_per_s"):
+        if report[name] is not None:
+            check_positive(name, report[name])
+    for name, seconds in report["part_seconds"].items():
+        check_positive(f"part_seconds.{name}", seconds, or_zero=True)
+    for step in report.get("steps", []):
+        for name in ("step", "seconds", "attention_pairs"):
+            check_positive(f"steps: {name}", step[name])
+
+
 def _rehearsal(path: str, report: dict) -> Rehearsal:
+    _check_numbers(report)
     settings = report["settings"]
     config, ranks = config_from_json(settings["model"]), settings["context_parallel_size"]
     schedule = build_head_schedule(config.num_attention_heads, config.num_query_groups, ranks, settings["upipe_heads_per_stage"])
@@ -138,4 +194,5 @@ def _rehearsal(path: str, report: dict) -> Rehearsal:
         path, report["device"], job, [LayerPlan(**plan) for plan in settings["plans"]], settings["micro_batches"], report["attention"],
         settings["attention_pairs"], report["peak"], report["reserved"], report["step_seconds"], report["part_seconds"],
         report["copy_bytes_per_s"], settings.get("rehearsed_layers"),
+        tuple(RehearsedStep(one["step"], one["seconds"], one["attention_pairs"], one["profiled"]) for one in report.get("steps", [])),
     )  # fmt: skip

@@ -85,13 +85,13 @@ def check_finite(loss: float, grad_norm: float, step: int, consumed_samples: int
     if broken:
         raise NonFiniteError(
             f"{' and '.join(broken)} at step {step} (consumed samples {consumed_samples}, sample indices "
-            f"{_ranges(sample_indices)}). The step was not applied. To go on, --load the last checkpoint with a lower "
+            f"{ranges_text(sample_indices)}). The step was not applied. To go on, --load the last checkpoint with a lower "
             "--lr, a longer --lr-warmup-iters or a smaller --clip-grad; if it happens again at the same samples, "
             "look at those documents"
         )
 
 
-def _ranges(indices: Sequence[int]) -> str:
+def ranges_text(indices: Sequence[int]) -> str:
     """`[4, 5, 6, 9]` is "4-6, 9"."""
     runs: list[list[int]] = []
     for index in sorted(indices):

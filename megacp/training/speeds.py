@@ -16,7 +16,7 @@ from megacp.argument_checks import ArgumentError
 from megacp.planner import count_step
 from megacp.planning.work import BACKWARD_FLOPS, OTHER
 from megacp.training.metrics import peak_flops
-from megacp.training.rehearsals import Rehearsal, read_json, read_rehearsal
+from megacp.training.rehearsals import Rehearsal, check_positive, read_json, read_rehearsal
 
 Curve = tuple[tuple[float, float], ...]  # (x, y) with x ascending; between them y is taken on a line over log x, beyond them constant
 
@@ -54,6 +54,14 @@ class Speeds:
     all_to_all: dict[int, Curve]  # by GPUs: bytes/s by bytes per rank; empty: by `nvlink` and NETWORK
     allocator_margin: float | None  # None: not measured
     sources: dict[str, str]
+
+    def source_text(self, gpus: int) -> str:
+        """For a person: where each figure comes from, and of how many GPUs measured all-to-alls are when not of `gpus`."""
+        sources = dict(self.sources)
+        if self.all_to_all and gpus > 1:
+            measured = " and ".join(map(str, sorted(self.all_to_all)))
+            sources["all-to-all"] += f" with {measured} GPUs" + ("" if gpus in self.all_to_all else f", not with the {gpus} of this job")
+        return "; ".join(f"{name} {source}" for name, source in sources.items())
 
     def attention_seconds(self, work) -> tuple[float, float]:
         """Forward and backward calls of a `Work`."""
@@ -96,10 +104,17 @@ def speeds_from(gpu: str | None, calibration_files: list[str]) -> Speeds:
         speeds = calibrated(speeds, rehearsals)
     for path, report in reports.items():
         if "all_to_all" in report:
-            if report.get("device") == "cpu":
-                raise ArgumentError(f"--calibrate {path} was measured on CPUs; tools/measure_all_to_all.py on GPUs works")
+            _check_links(path, report.get("device"), speeds.gpu)
             speeds = with_all_to_all(speeds, read_all_to_all(path))
     return speeds
+
+
+def _check_links(path: str, device: str | None, gpu: str) -> None:
+    """`device` None: a file that does not tell."""
+    if device == "cpu":
+        raise ArgumentError(f"--calibrate {path} was measured on CPUs; tools/measure_all_to_all.py on GPUs works")
+    if device is not None and peak_flops(device) != peak_flops(gpu):
+        raise ArgumentError(f"--calibrate {path} was measured on {device}, not on {gpu}; --gpu {device.split()[-1]} works")
 
 
 def speeds_of(gpu: str) -> Speeds:
@@ -185,9 +200,9 @@ def read_all_to_all(path: str) -> dict[int, Curve]:
     report, points = read_json(path, f"the form {shape}"), {}
     try:
         for entry in report["all_to_all"]:
-            size, seconds, gpus = entry["bytes_per_rank"], entry["seconds"], entry["gpus"]
-            if min(size, seconds, gpus - 1) <= 0:
-                raise ValueError(f"{entry}: bytes and seconds are above 0, GPUs are 2 or more")
+            size, seconds, gpus = (check_positive(name, entry[name]) for name in ("bytes_per_rank", "seconds", "gpus"))
+            if gpus < 2 or gpus != int(gpus):
+                raise ValueError(f"gpus is {gpus}: GPUs are 2 or more")
             points.setdefault(gpus, []).append((size, size / seconds))
         if not points:
             raise ValueError("no entry")
@@ -198,6 +213,12 @@ def read_all_to_all(path: str) -> dict[int, Curve]:
 
 def with_all_to_all(speeds: Speeds, measured: dict[int, Curve]) -> Speeds:
     return replace(speeds, all_to_all=speeds.all_to_all | measured, sources=speeds.sources | {"all-to-all": "measured"})
+
+
+def of_documents(speeds: Speeds, share: float) -> Speeds:
+    """`speeds`, so that attention counted over whole sequences takes as long as over documents with `share` of their pairs."""
+    forward, backward = (tuple((x / share, y / share) for x, y in curve) for curve in (speeds.attention_forward, speeds.attention_backward))
+    return replace(speeds, attention_forward=forward, attention_backward=backward)
 
 
 def _scaled(curve: Curve, factor: Callable[[float], float]) -> Curve:

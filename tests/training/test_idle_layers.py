@@ -48,7 +48,7 @@ SETTINGS = {  # K, flags
     "two plans": (2, f"{AUTO} --gpu-memory-gib 0.018"),
     "two plans, disk": (2, f"{AUTO} --gpu-memory-gib 0.014 --host-memory-gib 0.0095 --disk-offload-dir"),
 }  # fmt: skip
-OF_SPEED = ("step_seconds", "part_seconds", "tokens_per_s_per_gpu", "copy_bytes_per_s")
+OF_SPEED = ("steps", "step_seconds", "part_seconds", "tokens_per_s_per_gpu", "copy_bytes_per_s")
 
 
 def rehearse(monkeypatch, file, flags: str):

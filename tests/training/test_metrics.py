@@ -112,7 +112,7 @@ def test_the_convention_is_said_with_and_without_a_peak():
 
 
 def test_a_record_has_the_promised_keys_and_units():
-    values = json.loads(record(7).to_json())
+    values = json.loads(record(7).to_json({}))
     assert list(values) == ISSUE_KEYS
     assert values["tokens_per_s_per_gpu"] == 8192 / 2 / 4
     assert values["tflops_per_gpu"] == 0.5
@@ -121,7 +121,7 @@ def test_a_record_has_the_promised_keys_and_units():
 
 
 def test_what_is_unknown_or_not_finite_is_null():
-    values = json.loads(record(7, peak=None, peak_memory_bytes=None, grad_norm=math.inf, loss=math.nan).to_json())
+    values = json.loads(record(7, peak=None, peak_memory_bytes=None, grad_norm=math.inf, loss=math.nan).to_json({}))
     assert [key for key, value in values.items() if value is None] == ["loss", "grad_norm", "mfu", "peak_memory_gib"]
 
 
