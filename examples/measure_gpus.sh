@@ -10,7 +10,7 @@ MODEL=${MODEL:-llama3.2-1b}
 LENGTHS=${LENGTHS:-262144}              # tokens of a sequence, several in quotes
 METHODS=${METHODS:-upipe a2a}           # a2a; upipe, or upipe-16 for 16 heads a stage
 PREFETCH=${PREFETCH:-0 1}               # with upipe: --upipe-prefetch
-STEPS=${STEPS:-5}                       # of each; with 3 or more neither the first one counts nor the last one, which is traced
+STEPS=${STEPS:-5}                       # of each; neither the first one nor the last one, which is traced, counts where there are others
 REHEARSED_STEPS=${REHEARSED_STEPS-}     # the last one counts; 0: no rehearsals (default: 3, or STEPS if that is less)
 LINKS=${LINKS-256K 1M 4M 16M 64M 256M 1G}  # bytes a rank of the collectives; "": not measured
 PART_LIMIT_S=${PART_LIMIT_S:-150}       # seconds of a part; one that fails or takes longer is told in the table, the next one runs
@@ -99,10 +99,10 @@ part() {  # part NAME COMMAND...: within its time, its output in OUT/NAME.log
 
 steps() {  # steps NAME FLAGS...: training on all ranks, its rehearsal, what the trace says, and how they compare
   local name=$1 calibration=()
-  local measured=$OUT/$1.jsonl counted=$OUT/$1.counted.jsonl rehearsal=$OUT/$1.rehearsal.json
+  local measured=$OUT/$1.jsonl rehearsal=$OUT/$1.rehearsal.json
   shift
   local flags=(--model "$MODEL" --context-parallel-size "$NPROC" "${data[@]}" "$@")
-  rm -rf "$OUT/traces/$name" "$measured" "$counted" "$rehearsal"
+  rm -rf "$OUT/traces/$name" "$measured" "$rehearsal"
   part "$name" "${ranks[@]}" "$root/pretrain_llama.py" "${flags[@]}" --train-iters "$STEPS" --log-jsonl "$measured" \
     --profile --profile-step-start "$STEPS" --profile-step-end $((STEPS + 1)) --profile-dir "$OUT/traces/$name" &&
     part "$name.trace" "$PYTHON" "$root/tools/trace_summary.py" "$OUT/traces/$name"/*.json.gz && cat "$OUT/$name.trace.log"
@@ -110,24 +110,13 @@ steps() {  # steps NAME FLAGS...: training on all ranks, its rehearsal, what the
     part "$name.rehearsal" "$PYTHON" "$root/pretrain_llama.py" "${flags[@]}" --train-iters "$REHEARSED_STEPS" \
       --rehearse-world-size "$NPROC" --rehearse-json "$rehearsal"
   if [ -s "$measured" ] && [ -s "$rehearsal" ]; then
-    head -n $((STEPS > 2 ? STEPS - 1 : STEPS)) "$measured" > "$counted"
     if ! grep -q '"device": "cpu"' "$rehearsal" && grep -qsE "\"gpus\": $NPROC,?\$" "$OUT/all_to_all.json"; then
       calibration=(--calibrate "$rehearsal" "$OUT/all_to_all.json")
     fi
-    part "$name.compared" "$PYTHON" "$root/tools/plan_memory.py" --measured "$counted" --rehearsal "$rehearsal" \
+    part "$name.compared" "$PYTHON" "$root/tools/plan_memory.py" --measured "$measured" --rehearsal "$rehearsal" \
       "${calibration[@]}" &&
-      { printf '\n'; cat "$OUT/$name.compared.log"; notes "$(wc -l < "$counted")"; } >> "$OUT/comparison.txt"
+      { printf '\n'; cat "$OUT/$name.compared.log"; } >> "$OUT/comparison.txt"
   fi
-}
-
-notes() {  # notes MEASURED: what makes steps slower than others would be, when there are so few
-  local cold='which compiles and warms up'
-  case $1,$STEPS in
-    1,1) echo "note: the one step measured is the first, $cold, and it is traced; STEPS=3 counts one that is neither" ;;
-    1,*) echo "note: the one step measured is the first, $cold" ;;
-    2,2) echo "note: the one measured step that counts is traced; STEPS=3 counts one that is not" ;;
-  esac
-  [ "$REHEARSED_STEPS" -ne 1 ] || echo "note: the one step rehearsed is the first, $cold; REHEARSED_STEPS=2 counts the second"
 }
 
 on_stop() {

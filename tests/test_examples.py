@@ -199,14 +199,6 @@ def test_places_are_those_of_the_callers_folder_and_a_further_run_adds_to_them(m
     assert f"{ROOT}/pretrain_llama.py" in trained and f"--log-jsonl {out}/" in trained
 
 
-@pytest.mark.parametrize("steps, counted, notes", [(1, 1, 2), (2, 2, 1), (3, 2, 0), (5, 4, 0)])
-def test_cold_and_traced_steps_are_left_out_or_named(measuring, tmp_path, steps, counted, notes):
-    variables, _ = measuring
-    done = bash(["examples/measure_gpus.sh"], variables | SMALL | {"STEPS": str(steps)})
-    assert done.returncode == 0 and done.stdout.count("note: ") == notes, done.stdout
-    assert (tmp_path / "out/llama3.2-1b-1024-a2a.counted.jsonl").read_text().split() == [str(n + 1) for n in range(counted)]
-
-
 def test_links_correct_a_prediction_when_they_are_of_these_ranks_and_gpus(measuring, tmp_path):
     variables, log = measuring
 
