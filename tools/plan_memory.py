@@ -105,14 +105,15 @@ def main(argv: list[str] | None = None) -> int:
 def _against_rehearsal(log: str, report: str, asked: argparse.Namespace) -> dict:
     """Time is predicted for the GPU that was rehearsed on; not for a CPU."""
     rehearsal, speeds = read_rehearsal(report), None
-    given = " ".join([*(["--gpu", asked.gpu] if asked.gpu else []), *(["--calibrate", *asked.calibrate] if asked.calibrate else [])])
+    given = [*(["--gpu", asked.gpu] if asked.gpu else []), *(["--calibrate", *asked.calibrate] if asked.calibrate else [])]
     if rehearsal.device != "cpu":
         speeds = speeds_from(asked.gpu or rehearsal.device, asked.calibrate)
         if peak_flops(speeds.gpu) != peak_flops(rehearsal.device):
-            raise ArgumentError(f"--gpu {asked.gpu} is not what --rehearsal {report} was rehearsed on, {rehearsal.device}; no --gpu works")
+            raise ArgumentError(f"--gpu {asked.gpu} is not what --rehearsal {report} was rehearsed on, {rehearsal.device}; without "
+                                "--gpu it works")  # fmt: skip
     elif given:
-        raise ArgumentError(f"--rehearsal {report} was rehearsed on a CPU, and {given} tells the speeds of GPUs; a rehearsal on a GPU "
-                            "works, or none of these flags")  # fmt: skip
+        raise ArgumentError(f"--rehearsal {report} was rehearsed on a CPU, and {' '.join(given)} tells the speeds of GPUs; a "
+                            "rehearsal on a GPU works, or none of these flags")  # fmt: skip
     return against_rehearsal(read_run(log), rehearsal, speeds)
 
 

@@ -8,7 +8,7 @@
 
 Steps differ by their documents: with packed ones attention may work twice as long in one as in the next. So the steps that both ran
 are compared, a rehearsal reading the same data in the same order; their median. Where they have none in common, or not the same
-documents in them, the rehearsed step's attention is scaled to the measured steps' (query, key) pairs, as the prediction's always is.
+documents in them, the rehearsed attention is scaled to the measured steps' (query, key) pairs, as the predicted one always is.
 First steps, which compile and warm up, and profiled ones count only where there are no others.
 """
 
@@ -66,7 +66,10 @@ def compared_steps(run: MeasuredRun, rehearsal: Rehearsal) -> ComparedSteps:
 
 
 def undisturbed(steps: Sequence[LoggedStep | RehearsedStep]) -> tuple[list[LoggedStep | RehearsedStep], str]:
-    """Those that are as most of a long run are, or else the best there are and what to say of them. A profiler warms up a step before."""
+    """Those that are as most of a long run are, or else the best there are and what to say of them.
+
+    A profiler warms up in the step before the first profiled one.
+    """
     warm = [step for step in steps if not step.cold]
     plain = [step for step in warm if not step.profiled]
     before = {step.number - 1 for step in steps if step.profiled}
@@ -97,7 +100,8 @@ def against_rehearsal(run: MeasuredRun, rehearsal: Rehearsal, speeds: Speeds | N
         notes.append(f"predicted with the speeds of {speeds.gpu}: {speeds.source_text(job.schedule.ulysses_degree)}")
     if not_timed:
         notes.append(f"no time was rehearsed: {not_timed}")
-    seconds = {"measured": steps.measured_seconds, "rehearsed": None if not_timed else steps.rehearsed_seconds, "predicted": predicted}
+    rehearsed = None if not_timed else steps.rehearsed_seconds
+    seconds = {"measured": steps.measured_seconds, "rehearsed": rehearsed, "predicted": predicted}
     of_rank = job.tokens * rehearsal.micro_batches
     rows = {
         "step s": seconds,

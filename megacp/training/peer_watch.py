@@ -1,4 +1,4 @@
-"""Notices that another rank's process is gone, or the launcher, and ends this one with a message, whatever its main thread waits in.
+"""Notices that another rank or the launcher is gone, and ends this one with a message, whatever its main thread is waiting in.
 
     with PeerWatch(resume="ckpt", timeout=timeout) as peers:         # by every rank, once the groups exist
         TrainingRun(..., watchers=[peers]).train(logger)
@@ -69,8 +69,8 @@ class Peer:
 class PeerWatch:
     """A context manager and a watcher of the training loop. Alone, a rank has only torchrun to watch, if that started it.
 
-    `resume`: what --load could go on from, for the message. `timeout`: of a collective. Raises ConnectionError when the ranks cannot
-    reach rank 0, and, in place of torch's error, CollectiveTimeout for a collective that timed out in the block.
+    `resume`: what --load could go on from, for the message. `timeout`: of a collective. Raises ConnectionError when the ranks
+    cannot reach rank 0, and, in place of torch's error, CollectiveTimeout for a collective that timed out in the block.
     """
 
     def __init__(self, resume: str | None = None, timeout: timedelta = timedelta(minutes=10)):
@@ -222,8 +222,8 @@ class PeerWatch:
             if since is not None and now - since >= self._quiet_after:
                 if rank not in self._quiet:
                     self._quiet[rank] = since
-                    self._warn(rank, f"has not answered for {self._quiet_after:.0f} s: it is stopped, or hangs. If it does not go on, a "
-                               f"collective times out after {minutes_text(self._timeout)}")  # fmt: skip
+                    self._warn(rank, f"has not answered for {self._quiet_after:.0f} s: it is stopped, or hangs. If it does not go "
+                               f"on, a collective times out after {minutes_text(self._timeout)}")  # fmt: skip
                     self._pass_on(QUIET, rank)
             elif since is None or self._rank != 0:
                 if rank in self._quiet:
@@ -266,8 +266,8 @@ class PeerWatch:
 
     def _end_orphaned(self) -> None:
         self._say(ORPHANED, self._rank)
-        self._end_saying(f"the launcher (torchrun, pid {self._launcher}) is gone, {self._where}: without it no rank could save what it "
-                         "trains from here on; this rank ends")  # fmt: skip
+        self._end_saying(f"the launcher (torchrun, pid {self._launcher}) is gone, {self._where}: without it no rank could save what "
+                         "it trains from here on; this rank ends")  # fmt: skip
 
     def _end_saying(self, text: str) -> None:
         """Tells it and ends this process, unless that is about to end by an error of its own. `print` has a lock others may hold."""
@@ -284,7 +284,8 @@ class PeerWatch:
         return f"no answer from {', '.join(ranks)}: stopped, or hanging"
 
     def _timeout_text(self) -> str:
-        late = self._quiet_text() if self._quiet else "all ranks live, so one takes longer for its part or waits for another collective"
+        alive = "all ranks live, so one takes longer for its part or waits for another collective"
+        late = self._quiet_text() if self._quiet else alive
         return (
             f"a collective timed out {self._where}, after {minutes_text(self._timeout)} (--distributed-timeout-minutes sets it); "
             f"{late}{self._advice}"

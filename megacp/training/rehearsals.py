@@ -23,6 +23,7 @@ from megacp.memory.policy import LayerPlan
 from megacp.planner import Job, predict
 
 STUB = "stub-"
+TIMED_PARTS = ("projections", "attention", "mlp", "head")  # of `part_seconds`, beside others
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def read_json(path: str, source: str) -> dict:
 
 
 def parse_finite(text: str):
-    """The value of a JSON text. Raises ValueError, naming the place, for a number that is not finite: no clock or count gives one."""
+    """The value of a JSON text. Raises ValueError, naming the place, for a number that is not finite: no clock gives one."""
     value = json.loads(text)
     _check_finite(value, "")
     return value
@@ -172,8 +173,8 @@ def _check_numbers(report: dict) -> None:
     for name in ("reserved", "copy_bytes_per_s"):
         if report[name] is not None:
             check_positive(name, report[name])
-    for name, seconds in report["part_seconds"].items():
-        check_positive(f"part_seconds.{name}", seconds, or_zero=True)
+    for name in dict.fromkeys([*TIMED_PARTS, *report["part_seconds"]]):
+        check_positive(f"part_seconds.{name}", report["part_seconds"][name], or_zero=True)
     for step in report.get("steps", []):
         for name in ("step", "seconds", "attention_pairs"):
             check_positive(f"steps: {name}", step[name])
@@ -190,9 +191,9 @@ def _rehearsal(path: str, report: dict) -> Rehearsal:
         getattr(torch, report["dtype"]), settings["upipe_query_chunk"], kernel if f"{STUB}{kernel}" in STUBS else "fa4",
         settings["micro_batches"] > 1, settings["optimizer_cpu_offload"], settings["micro_batch_size"],
     )  # fmt: skip
+    steps = (RehearsedStep(one["step"], one["seconds"], one["attention_pairs"], one["profiled"]) for one in report.get("steps", []))
     return Rehearsal(
         path, report["device"], job, [LayerPlan(**plan) for plan in settings["plans"]], settings["micro_batches"], report["attention"],
         settings["attention_pairs"], report["peak"], report["reserved"], report["step_seconds"], report["part_seconds"],
-        report["copy_bytes_per_s"], settings.get("rehearsed_layers"),
-        tuple(RehearsedStep(one["step"], one["seconds"], one["attention_pairs"], one["profiled"]) for one in report.get("steps", [])),
+        report["copy_bytes_per_s"], settings.get("rehearsed_layers"), tuple(steps),
     )  # fmt: skip

@@ -140,7 +140,7 @@ def _check_order(steps: list[LoggedStep]) -> None:
 def _check_one_job(before: dict | None, now: dict, told_before: bool, step: int) -> None:
     if before is None:
         if not told_before:
-            raise ValueError(f"step {step} tells of its job and those before it do not, so that one cannot be known; the log of one run works")
+            raise ValueError(f"step {step} tells of its job and those before it do not: it may be another; the log of one run works")
         return
     if (found := difference(before, now)) is not None:
         name, was, is_ = found

@@ -217,8 +217,13 @@ def with_all_to_all(speeds: Speeds, measured: dict[int, Curve]) -> Speeds:
 
 def of_documents(speeds: Speeds, share: float) -> Speeds:
     """`speeds`, so that attention counted over whole sequences takes as long as over documents with `share` of their pairs."""
-    forward, backward = (tuple((x / share, y / share) for x, y in curve) for curve in (speeds.attention_forward, speeds.attention_backward))
-    return replace(speeds, attention_forward=forward, attention_backward=backward)
+
+    def packed(curve: Curve) -> Curve:
+        return tuple((x / share, y / share) for x, y in curve)
+
+    return replace(
+        speeds, attention_forward=packed(speeds.attention_forward), attention_backward=packed(speeds.attention_backward)
+    )  # fmt: skip
 
 
 def _scaled(curve: Curve, factor: Callable[[float], float]) -> Curve:

@@ -218,7 +218,7 @@ def test_a_collective_that_times_out_names_the_rank_that_does_not_answer(victim,
     errors = [line for text in texts for line in text.splitlines() if "error" in line]
     assert len(errors) == 2 and not any("Traceback" in text for text in texts), texts
     late = rf"no answer from {named} for \d s" if how == "stopped" else "all ranks live"
-    timed_out = rf"error: a collective timed out during step 12, after 0\.05 min \(--distributed-timeout-minutes sets it\); {late}.*ckpt"
+    timed_out = rf"a collective timed out during step 12, after 0\.05 min \(--distributed-timeout-minutes sets it\); {late}.*ckpt"
     assert any(re.search(timed_out, line) for line in errors), errors
     assert all(re.search(timed_out, line) or "with an error of its own" in line for line in errors), errors
 
@@ -279,7 +279,7 @@ with PeerWatch(resume="ckpt") as peers:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_without_their_launcher_end_and_say_so(ranks, tmp_path):
     ports = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), WORLD_SIZE=str(ranks), TORCHELASTIC_RUN_ID="none")
-    start = "; ".join(f'RANK={rank} "$PYTHON" -c "$ORPHANS" "$FOLDER" 2> "$FOLDER/err{rank}" &' for rank in range(ranks)).replace("&;", "&")
+    start = " ".join(f'RANK={rank} "$PYTHON" -c "$ORPHANS" "$FOLDER" 2> "$FOLDER/err{rank}" &' for rank in range(ranks))
     settings = dict(PYTHON=sys.executable, ORPHANS=ORPHANS, FOLDER=str(tmp_path), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     launcher = subprocess.Popen(["bash", "-c", f"{start} echo $(jobs -p); wait"], stdout=subprocess.PIPE, text=True,
                                 env=os.environ | ports | settings)  # fmt: skip
@@ -293,5 +293,5 @@ def test_ranks_without_their_launcher_end_and_say_so(ranks, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     for rank, text in enumerate(said_in(tmp_path, range(ranks))):
-        gone = rf"the launcher \(torchrun, pid {launcher.pid}\) is gone, during step 7: .*; this rank ends; --load ckpt goes on from .*"
+        gone = rf"the launcher \(torchrun, pid {launcher.pid}\) is gone, during step 7: .*; this rank ends; --load ckpt goes on .*"
         assert re.fullmatch(rf"\[rank {rank}\] error: {gone}\n", text), text

@@ -35,5 +35,6 @@ def test_a_run_and_its_rehearsal_tell_of_one_job_and_of_the_same_documents(monke
     assert len(set(pairs)) > 1, "else it does not matter which steps are compared"
     found = compared_steps(run, rehearsal)
     assert found.measured == found.rehearsed == [2] and found.measured_seconds == run.steps[1].seconds
-    with pytest.raises(ArgumentError, match=r"run.jsonl is of a job with mlp_tile_size 64, --rehearsal .*s.json of one with mlp_tile_size 32"):
+    differs = r"run.jsonl is of a job with mlp_tile_size 64, --rehearsal .*s.json of one with mlp_tile_size 32"
+    with pytest.raises(ArgumentError, match=differs):
         check_same_job(run, rehearsed(monkeypatch, tmp_path / "s.json", "--mlp-tile-size", 32))
