@@ -80,9 +80,9 @@ def test_shapes_at_the_edge(backend, heads, kv_heads, head_dim):
 
 def test_compiling_leaves_the_console_readable():
     documents = Documents((0, 100))
-    require("fa4", documents, 1, 1, 40)
+    require("fa4", documents, 1, 1, 56)
     fa4._interface.cache_clear()
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        both_ways("fa4", documents, random_inputs(100, 1, 1, 40, torch.bfloat16, device=DEVICE))
+        both_ways("fa4", documents, random_inputs(100, 1, 1, 56, torch.bfloat16, device=DEVICE))
     assert not [warning for warning in shown if "aux_data" in str(warning.message)]
