@@ -51,8 +51,8 @@ def test_a_layers_time_by_part_and_its_memory(plan, tmp_path):
         assert all(0 < parts[phase, part]["ceiling_share"] < 1.5 for part in ("attention", "gemm"))
         assert parts[phase, "device copies"]["rate"] > 1e11  # bytes are in the trace
         assert (phase, "host copies") in parts or plan == "gpu"
-    busy = sum(part["exposed_s"] for part in row["parts"])
-    assert busy == pytest.approx(row["seconds"], rel=0.5)  # profiling does not change the picture
+    worked = sum(part["exposed_s"] for part in row["parts"] if part["part"] != "idle")
+    assert 0 < worked < 1.2 * row["seconds"]  # profiling slows the host, not the kernels
     config = preset("llama3.2-1b")
     job = Job(config, build_head_schedule(32, 8, 8, 8), 8192, 8, 2048, 4096, torch.bfloat16, kernel=row["attention"])
     predicted = layer_peaks(job, plan_of(plan, "selective", None))
