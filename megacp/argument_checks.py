@@ -110,7 +110,7 @@ def check_parallel(args: argparse.Namespace, config: ModelConfig, world_size: in
     in_stage = args.upipe_heads_per_stage
     if not in_stage:
         return
-    legal = [count for count in _divisors(heads) if count % context == 0]
+    legal = stage_sizes(heads, context)
     if args.cp_comm_type == "a2a" and in_stage != heads:
         fixes = [{"upipe_heads_per_stage": None}] + ([{"cp_comm_type": "upipe"}] if in_stage in legal else [])
         _refuse("upipe_heads_per_stage", in_stage, f"contradicts --cp-comm-type a2a, which moves all {heads} heads at once",
@@ -379,6 +379,11 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def stage_sizes(heads: int, context: int) -> list[int]:
+    """Query heads that a stage may have, in ascending order."""
+    return [count for count in _divisors(heads) if count % context == 0]
 
 
 def _divisors(number: int) -> list[int]:

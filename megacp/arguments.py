@@ -32,6 +32,7 @@ from megacp.argument_checks import (
     check_schedule,
     check_state,
     long_context_notes,
+    stage_sizes,
 )
 from megacp.checkpointing.huggingface_config import model_config
 from megacp.kernels.rotary import RopeScaling
@@ -39,6 +40,7 @@ from megacp.model.config import PRESETS, ModelConfig, preset
 
 DEFAULT_MODEL = "llama-tiny"
 PROFILED_STEP, PROFILED_STEPS = 10, 2  # the first one, when all is warm, and how many
+DEFAULT_STAGES = 4  # at the most
 REHEARSED_STEPS = 3  # the first compiles and allocates the moments; the last is reported
 EXAMPLE = """example, one node of 8 GPUs:
   torchrun --nproc-per-node 8 pretrain_llama.py --model llama3-8b --context-parallel-size 8 --seq-length 1048576 \\
@@ -78,9 +80,10 @@ def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
 
     context = args.context_parallel_size
     if not args.upipe_heads_per_stage:
-        # One rank sends nothing, and stages of one head each would be slow there.
-        in_stages = args.cp_comm_type == "upipe" and context > 1
-        args.upipe_heads_per_stage = context if in_stages else config.num_attention_heads
+        # One rank sends nothing. Many stages of few heads are many small kernels, which the host may not launch fast enough.
+        stages = DEFAULT_STAGES if args.cp_comm_type == "upipe" and context > 1 else 1
+        sizes = stage_sizes(config.num_attention_heads, context)
+        args.upipe_heads_per_stage = next(size for size in sizes if stages * size >= config.num_attention_heads)
     if not args.global_batch_size:
         args.global_batch_size = args.micro_batch_size * (world_size // context)
     if not args.lr_decay_iters:
@@ -256,7 +259,8 @@ def _add_parallel(parser):
     add("--cp-comm-type", choices=("upipe", "a2a"), default="upipe",
         help="a2a: all heads travel at once (Ulysses); upipe: in stages, which takes less memory")  # fmt: skip
     add("--upipe-heads-per-stage", type=COUNT, metavar="U",
-        help="query heads in flight over the context group; a multiple of C (default: C, the least memory; all on one rank)")  # fmt: skip
+        help="query heads in flight over the context group; a multiple of C, which itself takes the least memory (default: the fewest "
+        "that make four stages or less; all on one rank)")  # fmt: skip
     add("--upipe-query-chunk", type=COUNT, metavar="TOKENS",
         help="tokens of each rank whose queries are in flight at a time, a multiple of --mlp-tile-size (default: all)")  # fmt: skip
     add("--upipe-prefetch", type=int, choices=(0, 1), default=0,

@@ -34,9 +34,19 @@ def refused(*flags, world_size=1, base=BASE):
 def test_what_is_left_open_is_filled_in():
     args = parsed("--model", "llama3-8b", "--context-parallel-size", 4, "--micro-batch-size", 3)
     assert validate_args(args, world_size=16) == []
-    assert args.upipe_heads_per_stage == 4  # C: the smallest stage
+    assert args.upipe_heads_per_stage == 8  # 32 heads in four stages
     assert args.global_batch_size == 3 * 4  # micro-batch x data-parallel size
     assert args.lr_decay_iters == args.train_iters
+
+
+@pytest.mark.parametrize("model,context,heads", [
+    ("llama3-8b", 8, 8), ("llama3-8b", 16, 16), ("llama3-8b", 1, 32), ("llama3.2-1b", 2, 8), ("llama3.2-3b", 2, 6), ("llama3.2-3b", 8, 8),
+    ("qwen3-32b", 8, 16), ("llama-tiny", 4, 4),
+])  # fmt: skip
+def test_heads_are_taken_in_four_stages_or_fewer(model, context, heads):
+    args = parsed("--model", model, "--context-parallel-size", context)
+    validate_args(args, world_size=context)
+    assert args.upipe_heads_per_stage == heads
 
 
 def test_ulysses_is_one_stage_of_all_heads():

@@ -70,7 +70,9 @@ def _more_device(args: argparse.Namespace, job: Job) -> str:
     tile = args.mlp_tile_size
     chunked = args.upipe_query_chunk is not None and args.upipe_query_chunk <= tile
     smaller = "a smaller --mlp-tile-size" if chunked or job.tokens <= tile else f"--upipe-query-chunk {tile}"
-    return " or ".join([*larger, smaller, "more ranks in --context-parallel-size"]) + " gives more or takes less"
+    stages = job.schedule
+    fewer = [] if stages.heads_per_stage == stages.ulysses_degree else [f"--upipe-heads-per-stage {stages.ulysses_degree}"]
+    return " or ".join([*larger, *fewer, smaller, "more ranks in --context-parallel-size"]) + " gives more or takes less"
 
 
 def _more_elsewhere(args: argparse.Namespace) -> str:
