@@ -44,7 +44,8 @@ HEARING_SECONDS = 0.2  # for others to hear of an end from rank 0, before they h
 GOODBYE_SECONDS = 2.0  # at most, for the others' ends of the connections to close
 CONNECT_SECONDS, INTRODUCTION_SECONDS = 300.0, 10.0
 LAUNCHER_SECONDS = 0.5  # between two looks whether the launcher lives
-QUIET_SECONDS = 60.0  # without an answer, as a long call may give none, a rank is told to be quiet; a third of a collective's time limit when that is shorter
+# Without an answer so long, as a call that compiles may take some, a rank is told to be quiet; at most a third of a time limit.
+QUIET_SECONDS = 60.0
 PINGS = 4  # in that time
 MEETING_POINT = "rank 0 listens"
 # Of the system's probes on an idle connection: after 10 s, every 5 s, gone after 4 without an answer.
