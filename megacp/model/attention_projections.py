@@ -75,9 +75,9 @@ class AttentionProjections:
             steps = [step for step in steps if step.span == whole]
             tiles = read_ahead(self.context.tiles(), lambda tile: [self.h.fetch(*tile), self.residual.fetch(*tile)])
             for (start, stop), (h_td, g_td) in tiles:
-                xn_td = rms_norm(h_td, self.weights.input_layernorm, self.eps)
+                xn_td, cos_sin = rms_norm(h_td, self.weights.input_layernorm, self.eps), self._cos_sin(start, stop)
                 for step in steps:
-                    step.take_tile(start, stop, xn_td)
+                    step.take_tile(start, stop, xn_td, cos_sin)
                 _, dnorm_d = rms_norm_backward(
                     self.dxn_Td[start:stop], h_td, self.weights.input_layernorm, self.eps, residual=g_td, out=out_Td[start:stop]
                 )
@@ -114,17 +114,20 @@ class AttentionProjections:
             steps.append(_Step((0, tokens), partial(self.pack_kv, stage, wk_od, wv_od, k_CTmD, v_CTmD)))
         return steps
 
-    def pack_q(self, stage: Stage, w_od: Tensor, q_CcnD: Tensor, first: int, start: int, stop: int, xn_td: Tensor) -> None:
+    def pack_q(
+        self, stage: Stage, w_od: Tensor, q_CcnD: Tensor, first: int, start: int, stop: int, xn_td: Tensor, cos_sin: CosSin
+    ) -> None:
         """The queries of a tile, into the buffer of the tokens from `first` on."""
         tile_CtnD = q_CcnD[:, start - first : stop - first]
-        pack_heads(xn_td @ w_od.t(), tile_CtnD, 1, self._cos_sin(start, stop), self.weights.q_norm, self.eps)
+        pack_heads(xn_td @ w_od.t(), tile_CtnD, 1, cos_sin, self.weights.q_norm, self.eps)
 
     def pack_kv(
-        self, stage: Stage, wk_od: Tensor, wv_od: Tensor, k_CTmD: Tensor, v_CTmD: Tensor, start: int, stop: int, xn_td: Tensor
-    ) -> None:
+        self, stage: Stage, wk_od: Tensor, wv_od: Tensor, k_CTmD: Tensor, v_CTmD: Tensor,
+        start: int, stop: int, xn_td: Tensor, cos_sin: CosSin,
+    ) -> None:  # fmt: skip
         """Keys and values of a tile."""
         copies = self.schedule.kv_copies
-        pack_heads(xn_td @ wk_od.t(), k_CTmD[:, start:stop], copies, self._cos_sin(start, stop), self.weights.k_norm, self.eps)
+        pack_heads(xn_td @ wk_od.t(), k_CTmD[:, start:stop], copies, cos_sin, self.weights.k_norm, self.eps)
         pack_heads(xn_td @ wv_od.t(), v_CTmD[:, start:stop], copies)
 
     def _taking(self, gradient: Gradient, totals: ExitStack) -> "_Step":
@@ -141,20 +144,21 @@ class AttentionProjections:
         return _Step(span, partial(self.take_dkv, stage, wk_od, wv_od, dwk_od, dwv_od, gradient.dk_CTmD, gradient.dv_CTmD))
 
     def take_dq(
-        self, stage: Stage, w_od: Tensor, dw_od: Tensor, dq_CcnD: Tensor, first: int, start: int, stop: int, xn_td: Tensor
-    ) -> None:
+        self, stage: Stage, w_od: Tensor, dw_od: Tensor, dq_CcnD: Tensor, first: int,
+        start: int, stop: int, xn_td: Tensor, cos_sin: CosSin,
+    ) -> None:  # fmt: skip
         """A tile of a query gradient, which begins with token `first`."""
         norm = self.weights.q_norm, self.grads.q_norm
-        dq_to = self._unpack(dq_CcnD[:, start - first : stop - first], 1, self._cos_sin(start, stop), xn_td, w_od, *norm)
+        dq_to = self._unpack(dq_CcnD[:, start - first : stop - first], 1, cos_sin, xn_td, w_od, *norm)
         self._add(start, stop, dq_to, xn_td, w_od, dw_od)
 
     def take_dkv(
         self, stage: Stage, wk_od: Tensor, wv_od: Tensor, dwk_od: Tensor, dwv_od: Tensor, dk_CTmD: Tensor, dv_CTmD: Tensor,
-        start: int, stop: int, xn_td: Tensor,
+        start: int, stop: int, xn_td: Tensor, cos_sin: CosSin,
     ) -> None:  # fmt: skip
         """A tile of the gradients of keys and values; sums the copies of a head first."""
         norm, copies = (self.weights.k_norm, self.grads.k_norm), self.schedule.kv_copies
-        dk_to = self._unpack(dk_CTmD[:, start:stop], copies, self._cos_sin(start, stop), xn_td, wk_od, *norm)
+        dk_to = self._unpack(dk_CTmD[:, start:stop], copies, cos_sin, xn_td, wk_od, *norm)
         self._add(start, stop, dk_to, xn_td, wk_od, dwk_od)
         dv_to, _ = unpack_heads(dv_CTmD[:, start:stop], copies)
         self._add(start, stop, dv_to, xn_td, wv_od, dwv_od)
@@ -162,9 +166,10 @@ class AttentionProjections:
     def _run(self, steps: list["_Step"]) -> None:
         for span in dict.fromkeys(step.span for step in steps):
             for start, stop, xn_td in self._normed_tiles(*span):
+                cos_sin = self._cos_sin(start, stop)
                 for step in steps:
                     if step.span == span:
-                        step.take_tile(start, stop, xn_td)
+                        step.take_tile(start, stop, xn_td, cos_sin)
 
     def _normed_tiles(self, first: int, last: int) -> Iterator[tuple[int, int, Tensor]]:
         """`(start, stop, xn_td)` of each tile of the tokens `[first, last)`: the normalised input."""
@@ -210,10 +215,10 @@ class AttentionProjections:
 
 
 class _Step(NamedTuple):
-    """`take_tile(start, stop, xn_td)` is to be called for each tile of the tokens `span`."""
+    """`take_tile(start, stop, xn_td, cos_sin)` is to be called for each tile of the tokens `span`."""
 
     span: tuple[int, int]
-    take_tile: Callable[[int, int, Tensor], None]
+    take_tile: Callable[[int, int, Tensor, CosSin], None]
 
 
 def _span(gradient: Gradient, whole: tuple[int, int]) -> tuple[int, int]:

@@ -32,7 +32,7 @@ _PLACES = {
     "attention_projections": {
         ("_packing", "q"): "q send", ("_packing", "k, v"): "k, v send", ("pack_do", "do"): "do send",
         **{(name, None): _TILE for name in (
-            "pack_q", "pack_kv", "pack_do", "take_dq", "take_dkv", "_packing", "_taking", "_normed_tiles", "close",
+            "pack_q", "pack_kv", "pack_do", "take_dq", "take_dkv", "_packing", "_taking", "_run", "_normed_tiles", "close",
         )},
     },
     "engine": {
