@@ -139,6 +139,7 @@ class LayerBench:
                 parameter.normal_(std=config.init_method_std) if parameter.dim() > 1 else parameter.fill_(1.0)
         self.context = layer_context(case, self.backend, device, dtype, layers)
         self.last_gradient: torch.Tensor | None = None
+        _take_workspaces(device)
 
     def run(self, around=None, layers: int = 1) -> Repetition:
         """One repetition: the first `layers` layers forward one after another, then backward, as in a step.
@@ -180,6 +181,12 @@ class LayerBench:
         """Raises ArithmeticError when the last gradient has a number that is none: such a row's seconds are worth nothing."""
         if not torch.isfinite(self.last_gradient.sum()):
             raise ArithmeticError(f"the gradient of the layer's input is not finite (attention {self.backend})")
+
+
+def _take_workspaces(device: torch.device) -> None:
+    """cuBLAS takes 32 MiB at the first product of a thread, and backward runs in one of its own: not to be counted as a layer's."""
+    small = torch.ones(8, 8, device=device, requires_grad=True)
+    (small @ small).sum().backward()
 
 
 def layer_context(case: LayerCase, backend: str, device: torch.device, dtype: torch.dtype, layers: int = 1) -> LayerContext:

@@ -21,20 +21,21 @@ from megacp.training.rehearsals import Rehearsal, check_positive, read_json, rea
 Curve = tuple[tuple[float, float], ...]  # (x, y) with x ascending; between them y is taken on a line over log x, beyond them constant
 
 # Measured on one H200 with FlashAttention-4, D = 128, bf16, one causal document: FLOP/s by the FLOPs of a forward call, 4·D·heads·pairs.
-# One head of 16K, 128K, 512K, 1M and 5M tokens, and four of 16K on one KV head. 5M forward was not measured: as the backward there.
-FA4_FORWARD = ((6.9e10, 209e12), (2.75e11, 585e12), (4.4e12, 738e12), (7.0e13, 649e12), (2.8e14, 662e12), (7.0e15, 597e12))
-FA4_BACKWARD = ((6.9e10, 233e12), (2.75e11, 604e12), (4.4e12, 639e12), (7.0e13, 612e12), (2.8e14, 619e12), (7.0e15, 558e12))
+# One head of 16K tokens and four of 16K on one KV head, alone; one head of 128K, 512K and 1M, inside a layer; one of 5M, alone.
+FA4_FORWARD = ((6.9e10, 355e12), (2.75e11, 725e12), (4.4e12, 680e12), (7.0e13, 653e12), (2.8e14, 647e12), (7.0e15, 615e12))
+FA4_BACKWARD = ((6.9e10, 349e12), (2.75e11, 620e12), (4.4e12, 613e12), (7.0e13, 612e12), (2.8e14, 610e12), (7.0e15, 558e12))
 MATMUL = 788e12  # FLOP/s, measured there: bf16, 8192 x 8192 x 8192
-# What GEMMs reach with the norms, RoPE, SwiGLU, packing and copies of heads around them: with it steps of Llama3-8B on one rank of 8,
-# measured on that H200 with an unfused layer, come out within 1% at 128K and 512K tokens and 3% at 1M.
-SHARE_WITH_ELEMENT_WISE = 0.5
+# What GEMMs reach with the norms, RoPE, SwiGLU and packing around them: with it layers of Llama3-8B on one rank of 8, measured on that
+# H200, come out within 2.5% at 128K tokens and 1% at 512K and 1M.
+SHARE_WITH_ELEMENT_WISE = 0.75
 HOST_COPY = 55e9  # bytes/s each way, measured there, pinned
 DISK = 3e9  # bytes/s, one local NVMe; an estimate
 HOST_UPDATE = 56e9  # bytes/s of AdamW on one CPU core, measured
 MEASURED_ON, DEFAULT_GPU = "H200", "H100"
 
-# Of one GPU to its peers, bytes/s one way, three quarters of NVIDIA's figure for NVLink; and of device memory. Estimates.
-NVLINK = (("A100", 225e9), ("H100", 340e9), ("H200", 340e9), ("B200", 675e9))
+# Of one GPU to its peers, bytes/s one way: an H200's as measured on two with 1 GiB (64 MiB: 240e9, 16 MiB: 109e9), an H100's the same
+# NVLink, of others three quarters of NVIDIA's figure, as that is. And of device memory, estimates.
+NVLINK = (("A100", 225e9), ("H100", 331e9), ("H200", 331e9), ("B200", 675e9))
 DEVICE_MEMORY = (("A100", 2.0e12), ("H100", 3.3e12), ("H200", 4.8e12), ("B200", 8.0e12))
 NODE, NETWORK = 8, 45e9  # GPUs that NVLink joins; bytes/s of a GPU's 400 Gbit/s adapter beyond
 
