@@ -5,20 +5,21 @@
     python tools/trace_summary.py runs/rank*.pt.trace.json.gz --json
 
     runs/rank0-…: rank 0, 2 steps, ms a step
-    phase               total        compute         exposed comm     exposed copies             idle
-    forward          1 234.50   1 199.00  97.0%      12.30   1.0%       4.90   0.4%      18.30   1.5%
+    phase               total         compute  exposed all-to-all  other exposed comm      exposed copies            idle
+    forward          1,234.50   1,199.00  97.0%       9.20   0.7%        3.10   0.3%       4.90   0.4%      18.30   1.5%
     head                …
     step                …
 
     kernels              busy   share of step
-    attention          900.10           45.2%
+    attention          900.10               45.2%
     …
 
 Reads the Chrome traces of pretrain_llama.py --profile, and other ones of torch's profiler, with less to tell apart.
 
 Compute is the time in which at least one kernel ran that does not communicate; communication (NCCL kernels) is exposed while no
-other kernel runs, a copy between host and device while neither does; idle is the rest. So a row adds up. Copies within the device
-and memsets are compute. A kernel belongs to the phase that launched it, and a phase lasts on the GPU from its first computing
+other kernel runs, a copy between host and device while neither does; idle is the rest. So a row adds up. All-to-alls are those of
+heads; the other communication gathers weights and reduces gradients, and counts while no all-to-all runs either. Copies within the
+device and memsets are compute. A kernel belongs to the phase that launched it, and a phase lasts on the GPU from its first computing
 kernel, or from the end of what came before, to the next phase's begin: the rows add up to the step. A trace without a GPU is told
 by its CPU operators, collectives of gloo as communication.
 """
@@ -38,10 +39,13 @@ from megacp.benchmark.kernel_classes import COLLECTIVES, HOST_COPIES, kernel_cla
 
 PHASES = ("forward", "head", "backward", "optimizer")
 OTHER, BETWEEN = "other", "between steps"  # of a step but in no phase; outside the steps
-COLUMNS = {"compute": "compute", "comm": "exposed comm", "copy": "exposed copies", "idle": "idle"}
+COLUMNS = {
+    "compute": "compute", "all_to_all": "exposed all-to-all", "comm": "other exposed comm", "copy": "exposed copies", "idle": "idle",
+}  # fmt: skip
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 CPU_COLLECTIVE = r"gloo:|c10d::"
+ALL_TO_ALL = r"(?i)sendrecv|all_?to_?all"  # NCCL's, gloo's and c10d's names
 KINDS = {COLLECTIVES: "comm", HOST_COPIES: "copy"}  # of classes of kernels; the others compute
 
 Intervals = list[tuple[float, float]]  # disjoint and ascending, none empty; microseconds
@@ -113,7 +117,7 @@ class Work:
     start: float
     stop: float
     launch: float
-    kind: str  # "compute", "comm" or "copy"
+    kind: str  # "compute", "all_to_all", "comm" or "copy"
     kernel_class: str  # one of megacp.benchmark.kernel_classes
 
 
@@ -186,7 +190,10 @@ def operators(events: list[dict]) -> list[Work]:
 
 
 def _work(event: dict, launch: float, class_: str) -> Work:
-    return Work(event["ts"], event["ts"] + event.get("dur", 0), launch, KINDS.get(class_, "compute"), class_)
+    kind = KINDS.get(class_, "compute")
+    if kind == "comm" and re.search(ALL_TO_ALL, event["name"]):
+        kind = "all_to_all"
+    return Work(event["ts"], event["ts"] + event.get("dur", 0), launch, kind, class_)
 
 
 def host_segments(annotations: list[dict], work: list[Work]) -> tuple[list[Segment], int]:
@@ -245,9 +252,10 @@ def summarize(trace: Trace) -> Summary:
     for work in trace.work:
         by_kind[work.kind].append((work.start, work.stop))
         by_class[work.kernel_class].append((work.start, work.stop))
-    compute, comm, copies = (union(by_kind[kind]) for kind in ("compute", "comm", "copy"))
-    exposed_comm = subtract(comm, compute)
-    exposed = {"compute": compute, "comm": exposed_comm, "copy": subtract(copies, union(compute + exposed_comm))}
+    exposed, before = {}, []
+    for kind in ("compute", "all_to_all", "comm", "copy"):
+        exposed[kind] = subtract(union(by_kind[kind]), before)
+        before = union(before + exposed[kind])
 
     windows = device_windows(trace)
     summary = Summary(trace.name, trace.rank, trace.has_gpu, trace.steps)

@@ -80,21 +80,22 @@ def step_with_a_lagging_gpu(trace, at, number):
     trace.device("ncclDevKernel_AllGather", at + 21, at + 46, at + 48)  # of the head's weights, fetched ahead
     trace.device("nvjet_tst_128x256_64x4", at + 22, at + 60, at + 80, api="cuda_driver")
     trace.device("Memcpy DtoH (Device -> Pinned)", at + 23, at + 75, at + 85, "gpu_memcpy")  # exposed from 80 on
-    trace.device("flash_bwd_kernel", at + 45, at + 90, at + 140)  # 85 to 90 nothing runs
+    trace.device("ncclDevKernel_ReduceScatter", at + 44, at + 85, at + 88)
+    trace.device("flash_bwd_kernel", at + 45, at + 90, at + 140)  # 88 to 90 nothing runs
     trace.device("Memcpy DtoD (Device -> Device)", at + 46, at + 140, at + 145, "gpu_memcpy")
     trace.device("Memset (Device)", at + 47, at + 145, at + 150, "gpu_memset")
     trace.device("multi_tensor_apply_kernel", at + 76, at + 150, at + 160)
 
 
-LAGGING = {  # µs: compute, exposed communication, exposed copies, idle
-    "forward": (40, 10, 0, 5),
-    "head": (20, 0, 5, 0),
-    "backward": (60, 0, 0, 5),
-    "optimizer": (10, 0, 0, 0),
-    "other": (0, 0, 0, 10),  # 0 to 5, and 160 to 165
-    "step": (130, 10, 5, 20),
+LAGGING = {  # µs: compute, exposed all-to-all, other exposed communication, exposed copies, idle
+    "forward": (40, 10, 0, 0, 5),
+    "head": (20, 0, 0, 5, 0),
+    "backward": (60, 0, 3, 0, 2),
+    "optimizer": (10, 0, 0, 0, 0),
+    "other": (0, 0, 0, 0, 10),  # 0 to 5, and 160 to 165
+    "step": (130, 10, 3, 5, 17),
 }
-LAGGING_KERNELS = {"attention": 90, "gemm": 20, "device copies": 5, "element-wise": 15, "collectives": 15, "host copies": 10}
+LAGGING_KERNELS = {"attention": 90, "gemm": 20, "device copies": 5, "element-wise": 15, "collectives": 18, "host copies": 10}
 
 
 def microseconds(summary):
@@ -119,7 +120,7 @@ def test_figures_are_a_step_and_what_lies_between_steps_is_none_of_them(tmp_path
     trace.range("ProfilerStep#1", 0, 400)
     summary = tool.summarize(tool.read_trace(trace.write(tmp_path / "t.json.gz")))
     assert summary.steps == 2
-    assert microseconds(summary) == LAGGING | {"between steps": (10, 0, 0, 7.5)}
+    assert microseconds(summary) == LAGGING | {"between steps": (10, 0, 0, 0, 7.5)}
     assert summary.kernels == LAGGING_KERNELS
 
 
@@ -135,7 +136,10 @@ def test_a_trace_of_another_program_is_told_as_a_whole(tmp_path):
     assert (parts["compute"], parts["comm"]) == (23, 1)
 
 
-KINDS = {"compute": ("k", "kernel"), "comm": ("nccl", "kernel"), "copy": ("Memcpy HtoD", "gpu_memcpy")}
+KINDS = {
+    "compute": ("k", "kernel"), "all_to_all": ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "kernel"),
+    "comm": ("ncclDevKernel_AllGather_RING_LL", "kernel"), "copy": ("Memcpy HtoD", "gpu_memcpy"),
+}  # fmt: skip
 
 
 @settings(deadline=None, max_examples=50)
@@ -158,7 +162,7 @@ def test_every_microsecond_is_counted_once_and_rightly(tmp_path_factory, work, b
     expected = {}
     for start, stop, phase in windows:
         for at in range(int(start), int(stop)):
-            kind = next((kind for kind in ("compute", "comm", "copy") if at in busy[kind]), "idle")
+            kind = next((kind for kind in KINDS if at in busy[kind]), "idle")
             expected[phase, kind] = expected.get((phase, kind), 0) + 1
     phases = tool.summarize(read).phases
     assert {(phase, kind): value for phase, parts in phases.items() for kind, value in parts.items() if value} == expected
@@ -175,11 +179,13 @@ def test_table_and_json_say_the_same(tmp_path, capsys):
     table = capsys.readouterr().out
     assert table.count("ms a step") == 2
     row = next(line for line in table.splitlines() if line.startswith("forward"))
-    assert row.split() == ["forward", "0.06", "0.04", "72.7%", "0.01", "18.2%", "0.00", "0.0%", "0.01", "9.1%"]
+    assert row.split() == ["forward", "0.06", "0.04", "72.7%", "0.01", "18.2%", "0.00", "0.0%", "0.00", "0.0%", "0.01", "9.1%"]
     assert tool.main([path, "--json"]) == 0
     (values,) = json.loads(capsys.readouterr().out)
     assert values["phases"]["step"]["total"] == pytest.approx(165e-6)
-    assert values["phases"]["forward"] == pytest.approx({"compute": 40e-6, "comm": 10e-6, "copy": 0, "idle": 5e-6, "total": 55e-6})
+    assert values["phases"]["forward"] == pytest.approx(
+        {"compute": 40e-6, "all_to_all": 10e-6, "comm": 0, "copy": 0, "idle": 5e-6, "total": 55e-6}
+    )
 
 
 @pytest.mark.parametrize(

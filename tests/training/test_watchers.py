@@ -85,7 +85,7 @@ def test_the_summary_of_a_real_trace_adds_up(run):
     assert set(tool.PHASES) <= summary.phases.keys()
     for phase in ("forward", "head", "backward"):
         assert summary.phases[phase]["compute"] > 0
-    assert summary.step["comm"] > 0 and summary.kernels["gemm"] > 0 and summary.kernels["attention"] > 0
+    assert summary.step["all_to_all"] > 0 and summary.step["comm"] > 0 and summary.kernels["gemm"] > 0 and summary.kernels["attention"] > 0
     assert tool.text(summary).count("\n") > 8
 
 
