@@ -36,7 +36,7 @@ from megacp.checkpointing.random_state import seed_random_state
 from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.parallel_state import ParallelLayout
 from megacp.rehearsal import rehearse
-from megacp.training.activation_plans import activation_plans, check_budgets, memory_job
+from megacp.training.activation_plans import activation_plans, check_budgets, memory_job, stages_note
 from megacp.training.errors import explain_errors
 from megacp.training.evaluation import Evaluator
 from megacp.training.host_states import available_host_bytes, check_activations, prepare_host
@@ -95,6 +95,7 @@ def main() -> int:
         step_seconds = predicted_step_seconds(args, config, layout, device_peak_flops(device))
         timeout = collective_timeout(args.distributed_timeout_minutes, step_seconds)
         notes += launcher_notes(step_seconds)
+        notes += filter(None, [stages_note(args, job, plans, device)])
         if is_first_rank:
             print(startup_summary(args, layout, job, plans, device, data, timeout, notes), flush=True)
         faked = args.dry_run or args.rehearse_world_size

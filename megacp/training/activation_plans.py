@@ -9,11 +9,12 @@ Budgets are those of one rank. Nothing is allocated here.
 
 import argparse
 import math
+from dataclasses import replace
 
 import torch
 
 from megacp.argument_checks import ArgumentError
-from megacp.context_parallel.head_schedule import HeadSchedule
+from megacp.context_parallel.head_schedule import HeadSchedule, build_head_schedule
 from megacp.memory.policy import DISK, HOST, PLANS, LayerPlan, plan_of
 from megacp.memory.store import planned_bytes
 from megacp.memory.units import GIB
@@ -21,6 +22,9 @@ from megacp.model.config import ModelConfig
 from megacp.parallel_state import ParallelLayout
 from megacp.planner import DeviceTooSmall, Job, choose_plans, predict
 
+# FLOPs of a stage's projection of one tile, some 40 µs of an H200, below which the launches of a stage's many small kernels take longer
+# than the kernels: llama3.2-1b on two H200s lost up to half of a step in four stages, llama3.2-3b, of twice that, nothing to speak of.
+SMALL_PROJECTION = 30e9
 GPU_SHARE = 0.9  # the rest: CUDA's context, NCCL's buffers, the allocator's margin
 
 
@@ -61,6 +65,23 @@ def activation_plans(args: argparse.Namespace, job: Job, device: torch.device) -
     except ValueError as error:
         more = _more_device(args, job) if isinstance(error, DeviceTooSmall) else _more_elsewhere(args)
         raise ArgumentError(f"--activation-memory auto finds no plan: {error}; {more}") from None
+
+
+def stages_note(args: argparse.Namespace, job: Job, plans: list[LayerPlan], device: torch.device) -> str | None:
+    """Where stages make kernels small, and their saving of memory is not needed."""
+    schedule, limit = job.schedule, device_limit(args, device)
+    width = schedule.heads_per_stage * job.config.kv_channels
+    if len(schedule.stages) == 1 or limit is None or 2 * job.tile_size * job.config.hidden_size * width > SMALL_PROJECTION:
+        return None
+    heads = schedule.num_heads
+    whole = build_head_schedule(heads, schedule.num_kv_heads, schedule.ulysses_degree, heads)
+    needed = predict(replace(job, schedule=whole), plans).device_bytes
+    if needed > limit:
+        return None
+    return (
+        f"stages of {schedule.heads_per_stage} heads of {job.config.kv_channels} are small kernels, which the host may not launch fast "
+        f"enough; all heads at once, --cp-comm-type a2a, take {needed / GIB:.2f} GiB of GPU memory and fit"
+    )
 
 
 def _more_device(args: argparse.Namespace, job: Job) -> str:

@@ -5,7 +5,7 @@
     time.parts                                             # {"attention forward": 54.1, …, "host copies": 0.0, …}; they add up
 
 Worked example, Llama3-8B on 8 ranks, 1M tokens, U = 8: a rank's attention is 4 heads of 5.5e11 pairs a layer, 1.13e15 FLOPs forward
-and 2.5 times that backward: 6.2 s a layer. A layer's 2 u for the host, 2.1 GB, take 0.04 s and hide under it;
+and 2.5 times that backward: 6.4 s a layer. A layer's 2 u for the host, 2.1 GB, take 0.04 s and hide under it;
 the 5 u of h that come back while the backward projects take 0.1 s and hide under 0.03.
 
 What projections read comes tile by tile, one tile ahead, and hides under the projections alone. Another copy hides as far as the rest

@@ -10,7 +10,7 @@ from megacp.argument_checks import ArgumentError
 from megacp.arguments import model_config_from_args, parse_args, validate_args
 from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.parallel_state import ParallelLayout
-from megacp.training.activation_plans import activation_plans, check_budgets, device_limit, memory_job
+from megacp.training.activation_plans import activation_plans, check_budgets, device_limit, memory_job, stages_note
 from megacp.training.capacity import parse_planned
 
 LAYERS = 32
@@ -135,3 +135,20 @@ def test_nothing_recomputed_fits_or_says_what_does():
     check(parse_args([*FLAGS, "--recompute-granularity", "selective", "--gpu-memory-gib", "70"]))
     needed = float(re.search(r"([\d.]+) GiB on a rank", str(error))[1])
     check(parse_args([*FLAGS, "--recompute-granularity", "none", "--gpu-memory-gib", str(needed + 0.01)]))
+
+
+@pytest.mark.parametrize("flags,said", [
+    ("--model llama3.2-1b --context-parallel-size 2 --seq-length 262144 --gpu-memory-gib 125", "stages of 8 heads of 64 .* a2a, take 29.1"),
+    ("--model llama3.2-1b --context-parallel-size 2 --seq-length 262144 --gpu-memory-gib 27.5", None),  # all heads do not fit
+    ("--model llama3.2-1b --context-parallel-size 2 --seq-length 262144 --cp-comm-type a2a --gpu-memory-gib 125", None),
+    ("--model llama3-8b --context-parallel-size 2 --seq-length 131072 --gpu-memory-gib 125", None),  # kernels are large
+    ("--model llama3.2-1b --context-parallel-size 2 --seq-length 262144", None),  # a CPU
+])  # fmt: skip
+def test_small_stages_that_memory_does_not_ask_for_are_told(flags, said):
+    args, device = parse_args(["--mock-data", *flags.split()]), torch.device("cpu")
+    validate_args(args, 2)
+    config, layout = model_config_from_args(args), ParallelLayout(2, 2)
+    schedule = build_head_schedule(config.num_attention_heads, config.num_query_groups, 2, args.upipe_heads_per_stage)
+    job = memory_job(args, config, layout, schedule, torch.bfloat16)
+    note = stages_note(args, job, activation_plans(args, job, device), device)
+    assert note is None if said is None else re.search(said, note)
