@@ -17,7 +17,8 @@
 
 All flags of pretrain_llama.py that change memory count here as there, and the same checks refuse what cannot run. The layer's own
 code is run on PyTorch's meta device and its allocations are counted; a sequence is one document (GPU kernels refuse one of
-2^31 / head dim tokens or more: 16.7 million at 128; many short ones pad the sums of attention's backward, see docs/attention.md).
+2^31 / head dim tokens or more: 16.7 million at 128, where --longest ends; many short ones pad the sums of attention's backward, see
+docs/attention.md).
 --context-parallel-size is, unless given, the largest that divides the GPUs and fits the heads.
 
 Budgets are those of one rank, as in training: a node of 8 GPUs and 1 TiB of host memory has 128 GiB a rank, less what the system
@@ -36,6 +37,8 @@ import dataclasses
 import itertools
 import json
 import sys
+import time
+from collections.abc import Callable
 
 from megacp.argument_checks import ArgumentError
 from megacp.arguments import COUNT
@@ -43,7 +46,7 @@ from megacp.checkpointing.huggingface_config import PretrainedError
 from megacp.memory.units import GIB
 from megacp.planner import table
 from megacp.training.activation_plans import GPU_SHARE
-from megacp.training.capacity import Outcome, fewest_gpus, longest_context, parse_planned, plan_job
+from megacp.training.capacity import Outcome, fewest_gpus, kernel_limit, longest_context, parse_planned, plan_job
 from megacp.training.measured_runs import against_rehearsal, run_table
 from megacp.training.metrics import peak_flops
 from megacp.training.rehearsals import compare, read_rehearsal
@@ -53,6 +56,7 @@ from megacp.training.step_time import StepTime, predict_step_time
 
 USAGE = """plan_memory.py [--gpus N] [--longest | --fewest-gpus] [--json] [flags of pretrain_llama.py]
        plan_memory.py --rehearsal FILE... [--measured FILE...] [--json]"""
+QUIET_S = 5.0  # a longer search says what it does
 SMALL = 0.01  # of all buffers: those below are shown together
 
 
@@ -89,14 +93,14 @@ def main(argv: list[str] | None = None) -> int:
         speeds = speeds_from(asked.gpu, asked.calibrate)
         gpus, seq_length, answer = _answer(asked, args)
         outcome = plan_job(args, gpus, seq_length)
-        time = predict_step_time(outcome.job, outcome.plans, speeds, micro_batches(outcome, gpus))
+        step_time = predict_step_time(outcome.job, outcome.plans, speeds, micro_batches(outcome, gpus))
     except (ArgumentError, PretrainedError) as error:
         print(f"plan_memory: {error}", file=sys.stderr)
         return 1
     if asked.json:
-        print(json.dumps(answer | record(outcome, gpus, speeds, time), indent=2))
+        print(json.dumps(answer | record(outcome, gpus, speeds, step_time), indent=2))
     else:
-        print("\n".join(report(outcome, gpus, answer, speeds) + time_table(time, speeds, outcome.args.context_parallel_size)))
+        print("\n".join(report(outcome, gpus, answer, speeds) + time_table(step_time, speeds, outcome.args.context_parallel_size)))
     if outcome.problem:
         print(f"plan_memory: {outcome.problem}", file=sys.stderr)
     return 1 if outcome.problem else 0
@@ -117,7 +121,7 @@ def _against_rehearsal(log: str, report: str, asked: argparse.Namespace) -> dict
     return against_rehearsal(read_run(log), rehearsal, speeds)
 
 
-def _answer(asked: argparse.Namespace, args: argparse.Namespace) -> tuple[int, int, dict[str, int]]:
+def _answer(asked: argparse.Namespace, args: argparse.Namespace) -> tuple[int, int, dict[str, int | str]]:
     """GPUs and length of the job to show, and what was searched for by its name in the output."""
     if asked.fewest_gpus == bool(asked.gpus):
         reason = "is what --fewest-gpus asks for; without --gpus" if asked.gpus else "is missing; --gpus 8"
@@ -126,12 +130,33 @@ def _answer(asked: argparse.Namespace, args: argparse.Namespace) -> tuple[int, i
         reason = "is what --longest asks for; without --seq-length" if args.seq_length else "is missing; --seq-length 1048576"
         raise ArgumentError(f"--seq-length {f'{args.seq_length} ' if args.seq_length else ''}{reason} works")
     if asked.longest:
-        length, step = longest_context(args, asked.gpus)
-        return asked.gpus, length, {"longest_seq_length": length, "step": step}
+        length, step, ended_by = longest_context(args, asked.gpus, _progress())
+        return asked.gpus, length, {"longest_seq_length": length, "step": step, "ended_by": ended_by}
     if asked.fewest_gpus:
         gpus = fewest_gpus(args, args.seq_length)
         return gpus, args.seq_length, {"fewest_gpus": gpus}
     return asked.gpus, args.seq_length, {}
+
+
+def _progress() -> Callable[[int], None]:
+    """Says on standard error which length is looked at, once a search takes long."""
+    start = time.monotonic()
+
+    def look(tokens: int) -> None:
+        seconds = time.monotonic() - start
+        if seconds > QUIET_S:
+            print(f"plan_memory: {seconds:.0f} s; counting {tokens:,} tokens", file=sys.stderr, flush=True)
+
+    return look
+
+
+def notes(args: argparse.Namespace) -> list[str]:
+    """What the plan leaves out: a sequence that no kernel takes as one document."""
+    limit = kernel_limit(args)
+    if limit is None or args.seq_length <= limit:
+        return []
+    served = "; with --attention-mask causal it cannot run" if args.attention_mask == "causal" else "; in shorter documents it can run"
+    return [f"a GPU's attention kernels take {limit:,} tokens of one document, less than --seq-length {args.seq_length}{served}"]
 
 
 def micro_batches(outcome: Outcome, gpus: int) -> int:
@@ -146,13 +171,16 @@ def margin(outcome: Outcome, speeds: Speeds) -> int:
     return round(share * outcome.prediction.device_bytes)
 
 
-def report(outcome: Outcome, gpus: int, answer: dict[str, int], speeds: Speeds) -> list[str]:
+def report(outcome: Outcome, gpus: int, answer: dict[str, int | str], speeds: Speeds) -> list[str]:
     """Lines for a person; GiB of one rank."""
     args, job, prediction = outcome.args, outcome.job, outcome.prediction
     schedule = job.schedule
     lines = []
     if "longest_seq_length" in answer:
-        lines += [f"longest context: {answer['longest_seq_length']:,} tokens; {answer['step']:,} more do not fit", ""]
+        more = f"{answer['step']:,} more do not fit"
+        if answer["ended_by"] == "kernel":
+            more = f"the kernel ends it, not the memory: a GPU's attention takes {kernel_limit(args):,} tokens of one document"
+        lines += [f"longest context: {answer['longest_seq_length']:,} tokens; {more}", ""]
     if "fewest_gpus" in answer:
         lines += [f"fewest GPUs: {gpus}", ""]
     chunk = f", query chunks of {job.query_chunk:,}" if job.query_chunk else ""
@@ -175,6 +203,7 @@ def report(outcome: Outcome, gpus: int, answer: dict[str, int], speeds: Speeds) 
         "",
         f"plan: --activation-memory {args.activation_memory} --recompute-granularity {args.recompute_granularity}",
         *(f"  {line}" for line in table(outcome.plans)),
+        *(f"note: {note}" for note in notes(args)),
     ]
     return lines
 
@@ -243,6 +272,7 @@ def record(outcome: Outcome, gpus: int, speeds: Speeds, time: StepTime) -> dict:
         "budgets_gib": {name: getattr(args, f"{name}_memory_gib") for name in ("gpu", "host", "disk")},
         "plans": [dataclasses.asdict(plan) for plan in outcome.plans],
         "problem": outcome.problem,
+        "notes": notes(args),
         "step_seconds": time.seconds,
         "step_parts_seconds": time.parts,
         "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,

@@ -3,12 +3,13 @@
     args = parse_planned("--model llama3-8b --gpu-memory-gib 80 --activation-memory lean".split(), usage="…")
     outcome = plan_job(args, gpus=8, seq_length=5242880)
     outcome.prediction.device_bytes, outcome.problem                   # 42.1e9, None
-    longest_context(args, gpus=8)                                      # tokens: a multiple of --mlp-tile-size x context size
+    longest_context(args, gpus=8)                      # tokens, a multiple of --mlp-tile-size x context size; its step; what ends it
     fewest_gpus(args, seq_length=5242880)
 
 Flags are checked, heads scheduled, plans chosen and memory counted by what training calls. Budgets are those of one rank.
 Counting takes a moment, whatever the length, but for query chunks of several documents or beyond 2^31 elements, so searches begin
-where a line through two small jobs says the answer is; what they return was counted itself, one step more was counted not to fit.
+where a line through two small jobs says the answer is; what they return was counted itself, one step more was counted not to fit,
+or is more than the attention kernels of a GPU take of one document (`longest_document`), as which a sequence is counted.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import torch
 from megacp.argument_checks import ArgumentError
 from megacp.arguments import build_parser, model_config_from_args, resolve_precision, validate_args
 from megacp.context_parallel.head_schedule import build_head_schedule, legal_ulysses_degrees
+from megacp.kernels.attention.calls import longest_document
 from megacp.memory.policy import DISK, LayerPlan, plan_of
 from megacp.memory.store import planned_bytes
 from megacp.memory.units import GIB
@@ -127,11 +129,26 @@ def fits(args: argparse.Namespace, gpus: int, seq_length: int) -> bool:
         return args.activation_memory == "auto" and plan_job(args, gpus, seq_length).problem is None
 
 
-def longest_context(args: argparse.Namespace, gpus: int) -> tuple[int, int]:
-    """The longest --seq-length that fits, and the step between lengths looked at: one MLP tile more on every rank."""
-    step = args.mlp_tile_size * _context_size(args, gpus)
+def kernel_limit(args: argparse.Namespace) -> int | None:
+    """Tokens of the longest sequence, one document, that a GPU's attention kernels take; None: of any length."""
+    if args.device == "cpu" or args.attention_backend == "reference":
+        return None
+    return longest_document(model_config_from_args(args).kv_channels)
+
+
+def longest_context(args: argparse.Namespace, gpus: int, look: Callable[[int], None] = lambda tokens: None) -> tuple[int, int, str]:
+    """The longest --seq-length that fits, the step between lengths looked at, one MLP tile more on every rank, and what ends it.
+
+    That is "memory" or "kernel". `look` is told each length before it is counted, which may take a while.
+    """
+    step, limit = args.mlp_tile_size * _context_size(args, gpus), kernel_limit(args)
     filled, job = job_of(args, gpus, step)
     ceiling = int(args.gpu_memory_gib * GIB) // job.unit  # a rank holds one hidden state of its tokens at least
+    if limit is not None:
+        if limit < step:
+            raise ArgumentError(f"--seq-length {step} is the least with --mlp-tile-size {args.mlp_tile_size}, and a GPU's attention "
+                                f"kernels take {limit:,} tokens of one document; a smaller --mlp-tile-size works")  # fmt: skip
+        ceiling = min(ceiling, limit // step)
     # Bytes grow along a few lines, one a kind of peak: go on from where the last line met the budget.
     (tokens, taken), (far, taken_far) = _small_jobs(filled, job)
     for _ in range(4):
@@ -140,11 +157,17 @@ def longest_context(args: argparse.Namespace, gpus: int) -> tuple[int, int]:
         if guess * job.tokens in (tokens, far):
             break
         (tokens, taken), far = (far, taken_far), guess * job.tokens
+        look(guess * step)
         taken_far = _taken(filled, replace(job, tokens=far))
-    found = largest(lambda steps: fits(args, gpus, steps * step), guess, ceiling)
+
+    def fitting(steps: int) -> bool:
+        look(steps * step)
+        return fits(args, gpus, steps * step)
+
+    found = largest(fitting, guess, ceiling)
     if not found:
         raise ArgumentError(f"not even --seq-length {step} fits: {plan_job(args, gpus, step).problem}")
-    return found * step, step
+    return found * step, step, "kernel" if limit is not None and found == limit // step else "memory"
 
 
 def fewest_gpus(args: argparse.Namespace, seq_length: int) -> int:

@@ -70,6 +70,32 @@ def test_the_longest_fits_and_a_step_more_does_not(tool, capsys, memory):
     assert capacity.plan_job(args, 2, length + step).problem
 
 
+def test_the_longest_ends_where_no_kernel_takes_the_document(tool, capsys, monkeypatch):
+    flags = ("--gpus", "2", "--gpu-memory-gib", "0.085", "--activation-memory", "gpu")
+    _, by_memory, _ = answer(tool, capsys, *flags, "--longest")
+    step, tokens = by_memory["step"], by_memory["longest_seq_length"]
+    assert by_memory["ended_by"] == "memory" and by_memory["notes"] == []
+    monkeypatch.setattr(capacity, "longest_document", lambda head_dim: tokens - 1)
+    status, found, _ = answer(tool, capsys, *flags, "--longest")
+    assert status == 0 and found["longest_seq_length"] == tokens - step and found["ended_by"] == "kernel"
+    assert tool.main([*SMALL, *flags, "--longest"]) == 0
+    assert f"{tokens - step:,} tokens; the kernel ends it, not the memory: a GPU's attention takes {tokens - 1:,} tokens" in capsys.readouterr().out
+    assert answer(tool, capsys, *flags, "--longest", "--attention-backend", "reference")[1]["longest_seq_length"] == tokens
+
+    status, found, _ = answer(tool, capsys, *flags, "--seq-length", str(tokens))
+    assert status == 0 and found["problem"] is None and f"less than --seq-length {tokens}; in shorter documents" in found["notes"][0]
+    tool.main([*SMALL, *flags, "--seq-length", str(tokens), "--attention-mask", "causal"])
+    assert f"note: a GPU's attention kernels take {tokens - 1:,} tokens" in (said := capsys.readouterr().out) and "cannot run" in said
+    monkeypatch.setattr(capacity, "longest_document", lambda head_dim: step - 1)
+    assert "a smaller --mlp-tile-size works" in answer(tool, capsys, *flags, "--longest")[2]
+
+
+def test_a_long_search_says_what_it_counts(tool, capsys, monkeypatch):
+    monkeypatch.setattr(tool, "QUIET_S", 0.0)
+    _, found, said = answer(tool, capsys, "--gpus", "2", "--gpu-memory-gib", "0.085", "--activation-memory", "gpu", "--longest")
+    assert f"s; counting {found['longest_seq_length'] + found['step']:,} tokens" in said
+
+
 def test_fewest_gpus_are_the_first_that_fit(tool, capsys):
     flags = ("--gpu-memory-gib", "0.08", "--activation-memory", "host")
     status, found, _ = answer(tool, capsys, "--fewest-gpus", "--seq-length", "32768", *flags)

@@ -35,12 +35,22 @@ Forward = Callable[[Tensor, Tensor, Tensor, Documents, float], tuple[Tensor, Ten
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Documents, float], tuple[Tensor, Tensor, Tensor]]
 
 
+def longest_document(head_dim: int) -> int:
+    """Tokens of the longest document of which a call of one head fits.
+
+    >>> longest_document(128)
+    16777087
+    """
+    return (OFFSET_LIMIT - 1) // head_dim - PADDING
+
+
 def offset_refusal(documents: Documents, head_dim: int) -> str | None:
     """Why the stream cannot be cut into calls that fit; None when it can."""
-    if (documents.max_seqlen + PADDING) * head_dim < OFFSET_LIMIT:
+    longest = longest_document(head_dim)
+    if documents.max_seqlen <= longest:
         return None
     return (f"one head of a document of {documents.max_seqlen} tokens has more than 2^31 elements; documents of up to"
-            f" {OFFSET_LIMIT // head_dim - PADDING - 1} tokens fit at head dim {head_dim}")
+            f" {longest} tokens fit at head dim {head_dim}")
 
 
 def forward_in_calls(kernel: Forward, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents,
