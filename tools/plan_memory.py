@@ -36,6 +36,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -283,4 +284,5 @@ def record(outcome: Outcome, gpus: int, speeds: Speeds, time: StepTime) -> dict:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # where a reader such as `head` is gone, this ends too
     sys.exit(main())

@@ -2,7 +2,11 @@
 
 import doctest
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -220,6 +224,14 @@ def test_calibration_files_of_both_kinds(tool, capsys, tmp_path):
     exchanges.write_text(json.dumps(json.loads(exchanges.read_text()) | {"device": "cpu"}))
     status, _, error = answer(tool, capsys, *job, "--calibrate", str(exchanges))
     assert status == 1 and f"--calibrate {exchanges} was measured on CPUs" in error
+
+
+def test_a_reader_that_is_gone_ends_it_quietly():
+    command = [sys.executable, str(TOOL), *SMALL, "--gpus", "2", "--seq-length", "8192"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    run.stdout.close()
+    assert run.stderr.read() == b"" and run.wait(timeout=60) == -signal.SIGPIPE
+    run.stderr.close()
 
 
 def test_docstring_examples_are_true():
