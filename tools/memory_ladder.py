@@ -38,7 +38,7 @@ from megacp.checkpointing.huggingface_config import PretrainedError
 from megacp.memory.units import GIB
 from megacp.planning.ladder import PARTS, Rung, ladder
 from megacp.training.capacity import job_of, parse_planned
-from megacp.training.ladder_rehearsals import LadderRehearsals, Measured, NotMeasured
+from megacp.training.ladder_rehearsals import LadderRehearsals, Measured, NotMeasured, reports_device
 
 USAGE = "memory_ladder.py --gpus N --seq-length TOKENS [--out DIR] [--measure {auto,cpu,none}] [flags of pretrain_llama.py]"
 COLORS = dict(zip(PARTS, (
@@ -231,13 +231,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.seq_length is None:
             raise ArgumentError("--seq-length is missing; --seq-length 1048576 works")
+        device = _device(asked.measure)
+        kept = reports_device(asked.out / "rehearsals") if asked.resume and args.device == "auto" else None
+        args.device = device or kept or args.device  # a CPU's rehearsal is in fp32, unless told
         filled, job = job_of(args, asked.gpus, args.seq_length)
         if asked.measure_layers == 1 < job.config.num_layers:
             raise ArgumentError("--measure-layers 1 has no layer between two others; 2 works")
         start = time.monotonic()
         bars = [Bar(rung) for rung in ladder(job)]
         asked.out.mkdir(parents=True, exist_ok=True)
-        device = _device(asked.measure)
         measures = device or asked.resume
         about = {"model": job.config.name, "seq_length": args.seq_length, "gpus": asked.gpus,
                  "context_parallel_size": filled.context_parallel_size, "gpu_memory_gib": args.gpu_memory_gib}  # fmt: skip

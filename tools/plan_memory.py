@@ -18,8 +18,8 @@
 All flags of pretrain_llama.py that change memory count here as there, and the same checks refuse what cannot run. The layer's own
 code is run on PyTorch's meta device and its allocations are counted; a sequence is one document (GPU kernels refuse one of
 2^31 / head dim tokens or more: 16.7 million at 128, where --longest ends; many short ones pad the sums of attention's backward, see
-docs/attention.md).
---context-parallel-size is, unless given, the largest that divides the GPUs and fits the heads.
+docs/attention.md). With --device cpu it is a CPU's run, in fp32 unless --bf16 is given. --context-parallel-size is, unless given,
+the largest that divides the GPUs and fits the heads.
 
 Budgets are those of one rank, as in training: a node of 8 GPUs and 1 TiB of host memory has 128 GiB a rank, less what the system
 needs. --gpu-memory-gib is all planned with; what CUDA, NCCL and the allocator take comes on top, for which training leaves a
@@ -45,7 +45,7 @@ from megacp.argument_checks import ArgumentError
 from megacp.arguments import COUNT
 from megacp.checkpointing.huggingface_config import PretrainedError
 from megacp.memory.units import GIB
-from megacp.planner import table
+from megacp.planner import Job, table
 from megacp.training.activation_plans import GPU_SHARE
 from megacp.training.capacity import Outcome, fewest_gpus, kernel_limit, longest_context, parse_planned, plan_job
 from megacp.training.measured_runs import against_rehearsal, run_table
@@ -188,7 +188,8 @@ def report(outcome: Outcome, gpus: int, answer: dict[str, int | str], speeds: Sp
     lines += [
         f"{job.config.name}, {args.seq_length:,} tokens on {gpus} GPUs: context {args.context_parallel_size} x data "
         f"{gpus // args.context_parallel_size}, {job.tokens:,} tokens a rank; "
-        f"{schedule.heads_per_stage} of {schedule.num_heads} heads a stage{chunk}, MLP tiles of {job.tile_size:,}",
+        f"{schedule.heads_per_stage} of {schedule.num_heads} heads a stage{chunk}, MLP tiles of {job.tile_size:,}; "
+        f"{_dtype(job)}",
         "",
         f"{'GPU memory per rank':22}{'GiB':>10}",
         *(f"  {name:20}{bytes_ / GIB:10.2f}" for name, bytes_ in prediction.parts.items() if name != "buffers"),
@@ -207,6 +208,10 @@ def report(outcome: Outcome, gpus: int, answer: dict[str, int | str], speeds: Sp
         *(f"note: {note}" for note in notes(args)),
     ]
     return lines
+
+
+def _dtype(job: Job) -> str:
+    return str(job.dtype).removeprefix("torch.")
 
 
 def _shown(buffers: dict[str, int]) -> dict[str, int]:
@@ -260,6 +265,7 @@ def record(outcome: Outcome, gpus: int, speeds: Speeds, time: StepTime) -> dict:
         "upipe_heads_per_stage": job.schedule.heads_per_stage,
         "upipe_query_chunk": job.query_chunk,
         "mlp_tile_size": job.tile_size,
+        "dtype": _dtype(job),
         "tokens_per_rank": job.tokens,
         "unit_bytes": job.unit,
         "gpu_parts_bytes": prediction.parts,

@@ -6,7 +6,8 @@
     longest_context(args, gpus=8)                      # tokens, a multiple of --mlp-tile-size x context size; its step; what ends it
     fewest_gpus(args, seq_length=5242880)
 
-Flags are checked, heads scheduled, plans chosen and memory counted by what training calls. Budgets are those of one rank.
+Flags are checked, heads scheduled, plans chosen and memory counted by what training calls, for a GPU or, with --device cpu, for
+the CPU's fp32. Budgets are those of one rank.
 Counting takes a moment, whatever the length, but for query chunks of several documents or beyond 2^31 elements, so searches begin
 where a line through two small jobs says the answer is; what they return was counted itself, one step more was counted not to fit,
 or is more than the attention kernels of a GPU take of one document (`longest_document`), as which a sequence is counted.
@@ -70,7 +71,8 @@ def job_of(args: argparse.Namespace, gpus: int, seq_length: int) -> tuple[argpar
     validate_args(args, gpus)
     layout = ParallelLayout(gpus, args.context_parallel_size)
     heads = config.num_attention_heads, config.num_query_groups, layout.ulysses_degree, args.upipe_heads_per_stage
-    return args, memory_job(args, config, layout, build_head_schedule(*heads), resolve_precision(args, "cuda"))
+    dtype = resolve_precision(args, "cuda" if args.device == "auto" else args.device)
+    return args, memory_job(args, config, layout, build_head_schedule(*heads), dtype)
 
 
 def _context_size(args: argparse.Namespace, gpus: int) -> int:

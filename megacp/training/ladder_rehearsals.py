@@ -123,6 +123,20 @@ class LadderRehearsals:
         return same_job and self.device in (None, "cpu" if found.device == "cpu" else "cuda")
 
 
+def reports_device(folder: Path) -> str | None:
+    """cuda or cpu, where the reports of a folder are from; None without any that can be read."""
+    for report in sorted(folder.glob("*.json")):
+        try:
+            return _kind(read_rehearsal(str(report)).device)
+        except ArgumentError:
+            continue
+    return None
+
+
+def _kind(device: str) -> str:
+    return "cpu" if device == "cpu" else "cuda"
+
+
 def of_all_layers(rung: Rung, report: str, command: list[str]) -> Measured:
     """The peak of the rung's whole model, from the report of a rehearsal of some of its layers."""
     rehearsal, phases = read_rehearsal(report), read_json(report, "--rehearse-json of pretrain_llama.py")["phases"]

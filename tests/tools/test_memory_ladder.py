@@ -54,8 +54,7 @@ def test_predicted_table_picture_and_json(tool, tmp_path, monkeypatch, capsys):
 
 
 def test_a_measured_ladder_says_so_and_a_second_run_takes_what_is_there(tool, tmp_path, monkeypatch, capsys):
-    # In fp32, where a CPU's kernels are those that are counted; in bf16 the prediction is of a GPU's.
-    flags = [*FLAGS, "--fp32", "--gpus", "4", "--gpu-memory-gib", "0.05", "--measure", "cpu", "--measure-layers", "2", "--out", str(tmp_path)]
+    flags = [*FLAGS, "--gpus", "4", "--gpu-memory-gib", "0.05", "--measure", "cpu", "--measure-layers", "2", "--out", str(tmp_path)]
     figures = []
     monkeypatch.setattr(matplotlib.pyplot, "close", figures.append)
     assert tool.main([*flags, "--time-budget-s", "1e-9"]) == 0

@@ -53,6 +53,15 @@ def test_json_is_the_planners_prediction_and_adds_up(tool, capsys):
     assert found["budgets_gib"]["gpu"] == pytest.approx(72)
 
 
+def test_a_cpus_run_is_planned_in_its_own_dtype(tool, capsys):
+    job = ("--gpus", "2", "--seq-length", "8192", "--activation-memory", "gpu")
+    on_gpu, on_cpu, told, cpu_bf16 = (
+        answer(tool, capsys, *job, *flags.split())[1] for flags in ("", "--device cpu", "--fp32", "--device cpu --bf16")
+    )
+    assert (on_gpu["dtype"], on_cpu["dtype"]) == ("bfloat16", "float32") and on_cpu["unit_bytes"] == 2 * on_gpu["unit_bytes"]
+    assert on_cpu["gpu_bytes"] == told["gpu_bytes"] > cpu_bf16["gpu_bytes"] == on_gpu["gpu_bytes"]
+
+
 def test_states_on_the_host_are_shown_there(tool, capsys):
     flags = ("--gpus", "4", "--seq-length", "32768", "--activation-memory", "host", "--optimizer-cpu-offload")
     _, found, _ = answer(tool, capsys, *flags)
