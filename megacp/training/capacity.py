@@ -15,6 +15,7 @@ or is more than the attention kernels of a GPU take of one document (`longest_do
 
 import argparse
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -53,6 +54,7 @@ def parse_planned(flags: list[str], usage: str) -> argparse.Namespace:
     parser.usage = usage
     parser.set_defaults(seq_length=None, context_parallel_size=None)
     args = parser.parse_args(flags)
+    args.limits_gpu = args.gpu_memory_gib is None and args.gpu_memory_limit_gib is not None  # the flag that errors name
     if args.gpu_memory_gib is None:
         args.gpu_memory_gib = GPU_SHARE * (args.gpu_memory_limit_gib or ASSUMED_GPU_GIB)
     if not args.data_path and not args.train_data_path:
@@ -94,13 +96,25 @@ def plan_job(args: argparse.Namespace, gpus: int, seq_length: int) -> Outcome:
             problem = f"{error}{_larger_host(args, job)}"
     prediction = predict(job, plans)
     if prediction.device_bytes > args.gpu_memory_gib * GIB:
-        needed = -(-100 * prediction.device_bytes // GIB) / 100
-        elsewhere = ", all activations elsewhere" if args.activation_memory == "auto" else ""
-        problem = (
-            f"--gpu-memory-gib {args.gpu_memory_gib:g} is less than the {needed:.2f} GiB that one rank takes with "
-            f"--activation-memory {args.activation_memory}{elsewhere}; {needed:.2f} works"
-        )
+        problem = _larger_gpu(args, prediction.device_bytes, gpus)
     return Outcome(args, job, plans, prediction, problem)
+
+
+def _larger_gpu(args: argparse.Namespace, bytes_: int, gpus: int) -> str:
+    """That a rank takes `bytes_`, more than planned with, by the flag that was given, and what works."""
+    flag, given, share = "--gpu-memory-gib", args.gpu_memory_gib, 1
+    if args.limits_gpu:
+        flag, given, share = "--gpu-memory-limit-gib", args.gpu_memory_limit_gib, GPU_SHARE
+    needed, enough = (math.ceil(100 * bytes_ / GIB / part) / 100 for part in (1, share))
+    planned = f", of which {args.gpu_memory_gib:g} are planned with," if args.limits_gpu else ""
+    how, other = f"--activation-memory {args.activation_memory}", ""
+    if args.recompute_granularity == "none":
+        how = "--recompute-granularity none, which keeps all on the GPU"
+        selective = argparse.Namespace(**vars(args) | {"recompute_granularity": "selective"})
+        other = " or --recompute-granularity selective" if fits(selective, gpus, args.seq_length) else ""
+    elif args.activation_memory == "auto":
+        how += ", all activations elsewhere"
+    return f"{flag} {given:g}{planned} is less than the {needed:.2f} GiB that one rank takes with {how}; {enough:.2f}{other} works"
 
 
 def _larger_host(args: argparse.Namespace, job: Job) -> str:

@@ -150,6 +150,21 @@ def test_what_a_refusal_says_works_works(tool, capsys, flags):
 
 
 @pytest.mark.parametrize(
+    "limit", ["--gpu-memory-limit-gib 0.04", "--gpu-memory-limit-gib 0.09 --recompute-granularity none",
+              "--gpu-memory-gib 0.08 --recompute-granularity none"])  # fmt: skip
+def test_a_gpu_too_small_is_told_by_the_flag_that_was_given(tool, capsys, limit):
+    flag, value, *none = limit.split()
+    job = ["--gpus", "4", "--seq-length", "32768", *none]
+    status, _, error = answer(tool, capsys, *job, flag, value)
+    assert status == 1 and f"{flag} {value}" in error and ("which keeps all on the GPU" in error) == bool(none)
+    assert ("all activations elsewhere" in error) != bool(none)
+    assert answer(tool, capsys, *job, flag, re.search(r"; ([\d.]+) ", error)[1])[0] == 0, error
+    if none:
+        assert "or --recompute-granularity selective works" in error
+        assert answer(tool, capsys, *job[:4], flag, value)[0] == 0
+
+
+@pytest.mark.parametrize(
     "flags, said",
     [
         ("--seq-length 4096", "--gpus is missing; --gpus 8 works"),
