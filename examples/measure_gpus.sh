@@ -57,7 +57,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$((GRACE_S - 10)) PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
 export CUDA_DEVICE_MAX_CONNECTIONS=8
 ranks=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$NPROC")
-failures=0 running=''
+failures=0 cut_short=0 running=''
 printf '\n' | tee -a "$OUT/comparison.txt" >> "$OUT/summary.txt"
 told=$(wc -l < "$OUT/summary.txt")      # lines of earlier runs
 settings="$MODEL, $NPROC ranks, LENGTHS='$LENGTHS' METHODS='$METHODS' STEPS=$STEPS REHEARSED_STEPS=$REHEARSED_STEPS $*"
@@ -73,10 +73,13 @@ summary() {
   tail -n "+$((compared + 1))" "$OUT/comparison.txt" >> "$OUT/summary.txt"
   printf '\n'
   tail -n "+$((told + 1))" "$OUT/summary.txt"
+  [ "$cut_short" -eq 0 ] || echo "TIME_LIMIT_S=$TIME_LIMIT_S kept $cut_short parts from PART_LIMIT_S=$PART_LIMIT_S of their own;" \
+    "TIME_LIMIT_S=$((SECONDS + GRACE_S + cut_short * PART_LIMIT_S)) gives them that"
 }
 
 part() {  # part NAME COMMAND...: within its time, its output in OUT/NAME.log
   local limit=$((TIME_LIMIT_S - SECONDS - GRACE_S)) grace=2 code=1 result='not run: no time'
+  local cut=$((limit < PART_LIMIT_S))
   running=$1 begin=$SECONDS
   local log=$OUT/$running.log
   shift
@@ -93,6 +96,7 @@ part() {  # part NAME COMMAND...: within its time, its output in OUT/NAME.log
   running=''
   [ "$code" -ne 0 ] || return 0
   failures=$((failures + 1))
+  [[ $result != *time ]] || cut_short=$((cut_short + cut))
   [ ! -s "$log" ] || grep -m 3 -E 'error:|Error|^(plan_memory|trace_summary|measure_all_to_all): ' "$log" || tail -n 3 "$log"
   return "$code"
 }

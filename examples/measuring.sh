@@ -4,7 +4,8 @@
 #   check_each PATTERN VALUE NAME...      variables that are one word or more, each of that pattern
 #   check_flags FLAGS...                  flags for the steps of measure_gpus.sh; leaves their --device in device, in data the flag
 #                                         of made-up documents unless they name others
-#   look_around                           MODEL is known; leaves the number of GPUs in gpus
+#   look_around                           MODEL is known; leaves the number of GPUs in gpus and MODEL's layers, query_heads and kv_heads
+#   check_ranks                           NPROC ranks can share the heads of MODEL
 #   check_gpus DEVICE                     NPROC ranks have a GPU each where there are any
 #   take_out                              makes OUT, as an absolute path, which no other run uses until this one has ended
 #   within SECONDS GRACE_S LOG COMMAND... exit code of the command, 124 or 137 when it is out of time; a signal stops it
@@ -65,10 +66,24 @@ check_flags() {
 }
 
 look_around() {
-  local code='import torch; from megacp.model.config import PRESETS; print(torch.cuda.device_count(), *PRESETS)' found
-  found=$("$PYTHON" -c "$code") || exit 1
-  gpus=${found%% *} found=${found#* }
-  [[ " $found " == *" $MODEL "* ]] || refuse "MODEL=$MODEL is not known; MODEL=${found// / or } works"
+  local found names model code
+  code='import torch; from megacp.model.config import PRESETS; '
+  code+='told = (f"{name}:{it.num_layers}:{it.num_attention_heads}:{it.num_query_groups}" for name, it in PRESETS.items());'
+  found=$("$PYTHON" -c "$code print(torch.cuda.device_count(), *told)") || exit 1
+  gpus=${found%% *} names=$(grep -oE '[^ ]+(:[0-9]+){3}' <<< "$found" | cut -d : -f 1 | paste -sd ' ')
+  [[ " $names " == *" $MODEL "* ]] || refuse "MODEL=$MODEL is not known; MODEL=${names// / or } works"
+  for model in $found; do
+    [[ $model != "$MODEL:"* ]] || IFS=: read -r _ layers query_heads kv_heads <<< "$model"
+  done
+}
+
+check_ranks() {
+  local ranks=$((NPROC < query_heads ? NPROC : query_heads))
+  while [ $((query_heads % ranks)) -gt 0 ] || [ $((kv_heads % ranks)) -gt 0 -a $((ranks % kv_heads)) -gt 0 ]; do
+    ranks=$((ranks - 1))
+  done
+  [ "$NPROC" -eq "$ranks" ] ||
+    refuse "NPROC=$NPROC ranks cannot share the $query_heads heads and $kv_heads KV heads of $MODEL; NPROC=$ranks works"
 }
 
 check_gpus() {
@@ -77,12 +92,20 @@ check_gpus() {
 }
 
 take_out() {
-  local given=$OUT
-  mkdir -p -- "$given" && OUT=$(CDPATH='' cd -- "$given" && pwd) && : >> "$OUT/.lock" ||
-    refuse "OUT=$given: no files can be made there; OUT=/tmp/${0##*/} works"
+  local given=$OUT trouble owner holders
+  trouble=$({ mkdir -p -- "$given" && : >> "$given/.lock"; } 2>&1) ||
+    refuse "OUT=$given: no files can be made there (${trouble##*: }); OUT=/tmp/${0##*/} works"
+  OUT=$(CDPATH='' cd -- "$given" && pwd)
   exec 9>> "$OUT/.lock"
   flock -n 9
-  [ $? -ne 1 ] || refuse "OUT=$given is in use by a run (process $(cat "$OUT/.lock")); to end that one works, or OUT=$given-2"
+  if [ $? -eq 1 ]; then
+    exec 9>&-
+    owner=$(cat "$OUT/.lock")
+    holders=$(find -L /proc/[0-9]*/fd -maxdepth 1 -samefile "$OUT/.lock" 2> /dev/null | cut -d / -f 3 | sort -un | paste -sd ' ')
+    [[ -z $holders || " $holders " == *" $owner "* ]] ||
+      refuse "OUT=$given is in use by what a killed run (process $owner) has left; kill $holders works, or OUT=$given-2"
+    refuse "OUT=$given is in use by a run (process $owner); to end that one works, or OUT=$given-2"
+  fi
   echo $$ > "$OUT/.lock"
 }
 

@@ -92,13 +92,15 @@ echo "$@" >> "{folder}/asked"
 words=" $* "
 value() {{ rest=${{words#* $1 }}; echo "${{rest%% *}}"; }}
 case $words in
-  *device_count*) echo "$GPUS" llama3.2-1b llama3-8b llama-tiny ;;
-  *longest_seq_length*) cat > /dev/null; echo "$GUESSED" ;;
+  *device_count*) echo "$GPUS" llama3.2-1b:16:32:8 llama3-8b:32:32:8 llama-tiny:4:8:4 ;;
   *"$FAILING"*) echo "error: it failed" >&2; exit 3 ;;
   *"$HANGING"*) setsid sh -c "trap '$ON_TERM' TERM; echo \\$\\$ >> {folder}/hanging; while :; do sleep 0.2; done" & wait ;;
   *" --rehearse-attention stub "*)
     [ "$(value --seq-length)" -le "$FITTING" ] || {{ echo "error: out of GPU memory: …" >&2; exit 1; }}
-    echo "most  41.000" ;;
+    echo "elsewhere  327.500 GiB of host memory, 0.000 GiB of disk for activations"
+    echo "most  41.000"
+    case $words in *"$LINGERING"*) sleep 60 ;; esac ;;
+  *" --longest "*" --json "*) echo '  "longest_seq_length": '"$GUESSED", ;;
   *--rehearse-json*) echo '  "device": "'"$REHEARSED_ON"'",' > "$(value --rehearse-json)" ;;
   *measure_all_to_all*) echo '"gpus": '"$(value --nproc-per-node)" > "$(value --output)" ;;
   *--log-jsonl*)
@@ -119,7 +121,7 @@ def measuring(tmp_path):
     python.chmod(0o755)
     unset = {name: value for name, value in os.environ.items() if name not in ("MODEL", "STEPS", "LIMIT_GIB", "GUESS")}
     own = {"PYTHON": str(python), "OUT": str(tmp_path / "out"), "GPUS": "2", "REHEARSED_ON": "a GPU"}
-    return unset | own | {"FAILING": "nothing", "HANGING": "nothing", "ON_TERM": ""}, tmp_path / "asked"
+    return unset | own | {"FAILING": "nothing", "HANGING": "nothing", "LINGERING": "nothing", "ON_TERM": ""}, tmp_path / "asked"
 
 
 def test_gpus_are_measured_part_by_part_and_one_that_fails_keeps_none_from_running(measuring):
