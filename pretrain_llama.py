@@ -42,8 +42,8 @@ from megacp.training.evaluation import Evaluator
 from megacp.training.host_states import available_host_bytes, check_activations, prepare_host
 from megacp.training.idle_layers import computing_layers
 from megacp.training.initialize import check_launch, collective_timeout, initialize_distributed, launched_rank
-from megacp.training.initialize import job_of, launcher_notes, limit_gpu_memory, select_device, shut_down_distributed
-from megacp.training.initialize import use_deterministic_kernels
+from megacp.training.initialize import job_of, launcher_notes, limit_gpu_memory, limit_notes, select_device
+from megacp.training.initialize import shut_down_distributed, use_deterministic_kernels
 from megacp.training.loop import TrainingRun, device_peak_flops
 from megacp.training.memory_phases import memory_history
 from megacp.training.metrics import MetricsLogger
@@ -95,6 +95,8 @@ def main() -> int:
         step_seconds = predicted_step_seconds(args, config, layout, device_peak_flops(device))
         timeout = collective_timeout(args.distributed_timeout_minutes, step_seconds)
         notes += launcher_notes(step_seconds)
+        if not args.dry_run and not args.rehearse_world_size:
+            notes += limit_notes(args.gpu_memory_limit_gib, device)
         notes += filter(None, [stages_note(args, job, plans, device)])
         if is_first_rank:
             print(startup_summary(args, layout, job, plans, device, data, timeout, notes), flush=True)

@@ -283,7 +283,7 @@ def _add_memory(parser):
     add("--gpu-memory-gib", type=POSITIVE, metavar="GIB",
         help="GPU memory that auto may plan with on one rank (default: nine tenths of what the GPU has)")  # fmt: skip
     add("--gpu-memory-limit-gib", type=POSITIVE, metavar="GIB",
-        help="most that PyTorch takes of a GPU, as if it were a smaller one: a step that needs more ends with an error, and auto plans with nine tenths of it (default: no limit)")  # fmt: skip
+        help="most that PyTorch takes of a GPU, as if it were a smaller one: a step that needs more ends with an error, and auto plans with nine tenths of it; on a CPU a rehearsal's count is held to it (default: no limit)")  # fmt: skip
     add("--host-memory-gib", type=POSITIVE, metavar="GIB",
         help="host memory that one rank's activations, and states with --optimizer-cpu-offload, may take; a plan that needs more is refused (default: no limit)")  # fmt: skip
     add("--disk-offload-dir", metavar="DIR",

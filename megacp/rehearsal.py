@@ -11,7 +11,7 @@
 The code is that of training: same layers, same FSDP, same store, states sharded as for the whole job. Only the collectives are
 fake: every buffer is allocated and filled, from this rank's own data, so numbers stay finite but mean nothing, and an all-to-all
 takes as long as a copy. With `stub` attention nothing is computed there either, but its memory is taken. On a CPU allocations
-are counted. Host and disk hold one layer of each plan, which all such layers overwrite: the room of all is reported, not taken.
+are counted, and a step of more than --gpu-memory-limit-gib ends with the error that a GPU's has. Host and disk hold one layer of each plan, which all such layers overwrite: the room of all is reported, not taken.
 With --rehearse-layers K only K layers compute, and the others take their memory (`megacp.training.idle_layers`).
 """
 
@@ -165,7 +165,8 @@ def rehearse(
             run = TrainingRun(
                 args, config, settings, model, optimizer, data.train, data.eod, device, dtype, meter=meter, watchers=watchers
             )
-            journal = _Journal(timer, pairs, args.train_iters, profiled_steps(args))
+            limit = args.gpu_memory_limit_gib if device.type == "cpu" else None  # a GPU's allocator holds it itself
+            journal = _Journal(timer, pairs, args.train_iters, profiled_steps(args), limit)
             run.train(journal)
     job = memory_job(args, config, layout, schedule, dtype)
     report = _report(args, job, computing, layout, settings, model, run, meter, journal)
@@ -217,10 +218,14 @@ class _AttentionPairs:
 
 
 class _Journal:
-    """What the training loop logs to: a line a step, the work of each, and the last one's figures."""
+    """What the training loop logs to: a line a step, the work of each, and the last one's figures.
 
-    def __init__(self, timer: PartTimer, pairs: _AttentionPairs, train_iters: int, profiled: list[int]):
+    Raises OutOfMemoryError for a step that took more than `limit_gib`.
+    """
+
+    def __init__(self, timer: PartTimer, pairs: _AttentionPairs, train_iters: int, profiled: list[int], limit_gib: float | None):
         self._timer, self._pairs, self._train_iters, self._profiled = timer, pairs, train_iters, profiled
+        self._limit_gib = limit_gib
         self.steps: list[dict] = []
 
     def log(self, record: StepRecord) -> None:
@@ -229,6 +234,10 @@ class _Journal:
         step = {"step": number, "seconds": record.step_time_s, "attention_pairs": pairs, "profiled": number in self._profiled}
         self.steps.append(step)
         print(f"step {number}/{self._train_iters} | {record.step_time_s:8.3f} s | peak {peak:8.3f} GiB", flush=True)
+        if self._limit_gib is not None and peak > self._limit_gib:
+            raise torch.OutOfMemoryError(
+                f"Step {record.step} took {peak:.3f} GiB, counted on a CPU, more than --gpu-memory-limit-gib {self._limit_gib:g}."
+            )
 
 
 def _report(

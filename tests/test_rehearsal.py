@@ -63,6 +63,15 @@ def test_a_real_rehearsal_with_data_parallelism_and_everything_on_the_device(tmp
     assert report["host"] == report["disk"] == 0
 
 
+def test_a_counted_step_beyond_the_limit_ends_as_on_a_gpu(tmp_path):
+    flags = ("--seq-length", 1024, "--train-iters", 1, "--activation-memory", "gpu", "--rehearse-attention", "stub")
+    report, _ = rehearse(tmp_path / "r", *flags, "--gpu-memory-limit-gib", 1)
+    peak = report["peak"] / 2**30
+    done = run("--rehearse-world-size", 8, *flags, "--gpu-memory-limit-gib", 0.99 * peak, "--rehearse-json", tmp_path / "none")
+    assert done.returncode == 1 and not (tmp_path / "none").exists()
+    assert "error: out of GPU memory: Step 1 took" in done.stderr and "Traceback" not in done.stderr
+
+
 REFUSED = {
     "rank": (["--rehearse-world-size", 8, "--rehearse-rank", 8], "--rehearse-rank 8 .*; 7 works"),
     "no size": (["--rehearse-attention", "stub"], "--rehearse-attention stub needs --rehearse-world-size"),

@@ -100,6 +100,13 @@ def limit_gpu_memory(gib: float | None, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(gib * GIB / total, device)
 
 
+def limit_notes(gib: float | None, device: torch.device) -> list[str]:
+    """A line for the person who limits the GPU memory of training on a CPU. (A rehearsal there counts.)"""
+    if gib is None or device.type != "cpu":
+        return []
+    return [f"--gpu-memory-limit-gib {gib:g} holds for GPUs and rehearsals; this run is on a CPU, where a step may take more"]
+
+
 def use_deterministic_kernels() -> None:
     """Makes torch's kernels give the same bits for the same inputs, or raise; call it before the first product on a GPU.
 

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from megacp.training.initialize import check_launch, launcher_notes, select_device, use_deterministic_kernels
+from megacp.training.initialize import check_launch, launcher_notes, limit_notes, select_device, use_deterministic_kernels
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 
@@ -32,6 +32,12 @@ def test_steps_longer_than_torchrun_waits_are_said_with_a_time_that_works(torchr
 def test_other_launchers_wait_as_they_are_told(torchrun, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert launcher_notes(7200.0) == []
+
+
+def test_a_limit_that_a_cpu_does_not_hold_is_said():
+    assert limit_notes(None, torch.device("cpu")) == limit_notes(0.5, torch.device("cuda", 0)) == []
+    (note,) = limit_notes(0.5, torch.device("cpu"))
+    assert "--gpu-memory-limit-gib 0.5 holds for GPUs and rehearsals; this run is on a CPU" in note
 
 
 @pytest.fixture
