@@ -12,7 +12,7 @@ All figures are GiB of one rank at its peak. Where there is a GPU (--measure aut
 it, without the attention's arithmetic: one step of --measure-layers layers, of all where the model has no more. What the other
 layers add is counted: states, gradients and kept activations. A rung that runs out of memory or time keeps its prediction, and the
 table says why. The leanest rung is measured first, and a run that is ended draws what it has; --resume goes on in the same folder,
-and with --measure none takes what is there. --measure cpu counts the allocations of small models, --measure none only predicts.
+and with --measure none takes what is there (predictions alone do not replace measured figures). --measure cpu counts the allocations of small models, --measure none only predicts.
 
 Predictions: `counted` runs megacp's own code on PyTorch's meta device, as tools/plan_memory.py does; `formula` is for the first
 three rungs, which megacp has no code for (megacp/planning/ladder.py has it). The parts of a bar are predicted, a line marks what
@@ -259,6 +259,11 @@ def main(argv: list[str] | None = None) -> int:
                 measure(bars, rehearsals, asked.rung_time_s, asked.time_budget_s)
             except KeyboardInterrupt:
                 interrupted = True
+        former = None if device else measured_job(table)
+        if former and not any(bar.measured for bar in bars):
+            why = next((bar.reason for bar in reversed(bars) if bar.reason), "only predictions were asked for")
+            raise ArgumentError(f"{table} has measured figures of {former}, and this run has none to replace them with: {why}; another "
+                                "--out works, or --resume with the flags that these were measured with")  # fmt: skip
         table.write_text(json.dumps(about | {"rungs": record(bars)}, indent=2) + "\n", encoding="utf-8")
     except (ArgumentError, PretrainedError, OSError) as error:
         print(f"memory_ladder: {error}", file=sys.stderr)
@@ -272,6 +277,16 @@ def main(argv: list[str] | None = None) -> int:
     if interrupted:
         print("memory_ladder: interrupted; the rungs measured so far are there, --resume measures the others", file=sys.stderr)
     return INTERRUPTED if interrupted else 0
+
+
+def measured_job(table: Path) -> str | None:
+    """The job that a former run measured rungs of; None: there is none in the file."""
+    try:
+        former = json.loads(table.read_text(encoding="utf-8")) if table.exists() else {"rungs": []}
+        measured = any(rung["measured"] for rung in former["rungs"])
+        return f"{former['model']}, {former['seq_length']:,} tokens on {former['gpus']} GPUs" if measured else None
+    except (ValueError, KeyError, TypeError):  # half a file, or not one of this tool
+        return None
 
 
 def _device(measure: str) -> str | None:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -78,9 +78,10 @@ class LadderRehearsals:
         report, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
         short = replace(rung.job, config=replace(rung.job.config, num_layers=min(self.layers, rung.job.config.num_layers)))
         command = self.command(short, rung.plan, report)
-        if not (self.resume and self._is_of(report, short, rung.plan)):
+        unusable = self._unusable(report, short, rung.plan) if self.resume else f"{self.folder} is not looked at without --resume"
+        if unusable is not None:
             if self.device is None:
-                raise NotMeasured(f"{self.folder} has no report of it")
+                raise NotMeasured(unusable)
             report.unlink(missing_ok=True)
             _run(command, log, seconds)
         return of_all_layers(rung, str(report), command)
@@ -110,17 +111,24 @@ class LadderRehearsals:
         parser.add_argument("--upipe-query-chunk")
         return parser.parse_known_args(self.flags)[1]
 
-    def _is_of(self, report: Path, job: Job, plan: LayerPlan) -> bool:
+    def _unusable(self, report: Path, job: Job, plan: LayerPlan) -> str | None:
+        """Why a report is not one of `job`; None: it is."""
         if not report.exists():
-            return False
+            return f"{self.folder} has no report of it"
         try:
             found = read_rehearsal(str(report))
-        except ArgumentError:  # half a file of a run that was ended
-            return False
+        except ArgumentError as error:  # such as half a file of a run that was ended
+            return str(error)
         if self.device is None:
             job = replace(job, config=replace(job.config, num_layers=found.job.config.num_layers))
-        same_job = replace(found.job, kernel=job.kernel) == job and found.plans == [plan] * job.config.num_layers
-        return same_job and self.device in (None, "cpu" if found.device == "cpu" else "cuda")
+        elif self.device != _kind(found.device):
+            return f"{self.folder} has a report of another device, {found.device}"
+        there = replace(found.job, kernel=job.kernel)
+        others = [field.name for field in fields(Job) if getattr(there, field.name) != getattr(job, field.name)]
+        others += [] if found.plans == [plan] * job.config.num_layers else ["plans"]
+        if not others:
+            return None
+        return f"{self.folder} has a report of another job, {_job_text(found.job)} (other {', '.join(others).replace('_', ' ')})"
 
 
 def reports_device(folder: Path) -> str | None:
@@ -131,6 +139,11 @@ def reports_device(folder: Path) -> str | None:
         except ArgumentError:
             continue
     return None
+
+
+def _job_text(job: Job) -> str:
+    tokens = job.tokens * job.schedule.ulysses_degree // job.sequences
+    return f"{job.config.name}, {tokens:,} tokens on {job.sharding_ranks} GPUs in {str(job.dtype).removeprefix('torch.')}"
 
 
 def _kind(device: str) -> str:

@@ -93,6 +93,20 @@ def test_a_measured_ladder_says_so_and_a_second_run_takes_what_is_there(tool, tm
     assert tool.main([*flags, "--resume", "--measure", "none", "--measure-layers", "3"]) == 0
     assert rungs_of(tmp_path)[name]["measured_bytes"] == rung["measured_bytes"]
     assert "no picture" in (said := capsys.readouterr().out) and "--measure none --resume --out" in said
+
+    report, picture, table = (tmp_path / name for name in ("rehearsals/query-chunks.json", "memory_ladder.png", "memory_ladder.json"))
+    before = picture.read_bytes(), table.read_bytes()
+    capsys.readouterr()
+    assert tool.main([*flags, "--resume", "--measure", "none", "--seq-length", "8192"]) == 1
+    said = capsys.readouterr().err
+    assert "has measured figures of llama-tiny, 4,096 tokens on 4 GPUs" in said and "none to replace them" in said
+    assert tool.main([*flags, "--measure", "none"]) == 1 and "only predictions were asked for" in capsys.readouterr().err
+    whole = report.read_text()
+    report.write_text(whole[:100])  # of a run that was ended
+    assert tool.main([*flags, "--resume", "--measure", "none"]) == 1 and f"{table} has" in capsys.readouterr().err
+    assert (picture.read_bytes(), table.read_bytes()) == before
+    report.write_text(whole)
+
     assert tool.main([*flags, "--rung-time-s", "0.01"]) == 0
     assert rungs_of(tmp_path)[name]["not_measured_because"] == "not done after 0.01 s"
 

@@ -76,6 +76,8 @@ def test_a_report_is_taken_for_its_own_job_alone(rungs, tmp_path):
     assert without.measure(rung, SECONDS).bytes == measured.bytes
     with pytest.raises(NotMeasured, match="has no report of it"):
         without.measure(rungs["+ UPipe"], SECONDS)
+    with pytest.raises(NotMeasured, match=r"another job, llama-tiny, 4,096 tokens on 4 GPUs in bfloat16 \(other loss tile size\)"):
+        without.measure(replace(rung, job=replace(rung.job, loss_tile_size=256)), SECONDS)
     others = replace(rung, plan=PLANS["host"]), replace(rung, job=replace(rung.job, query_chunk=None))
     report = Path(measured.report).read_text()
     for other in others:
@@ -83,5 +85,7 @@ def test_a_report_is_taken_for_its_own_job_alone(rungs, tmp_path):
         with pytest.raises(NotMeasured, match="not done"):
             rehearsals(tmp_path, resume=True).measure(other, 0.01)
     Path(measured.report).write_text('{"half of a')
+    with pytest.raises(NotMeasured, match="query-chunks.json is not JSON"):
+        without.measure(rung, SECONDS)
     with pytest.raises(NotMeasured, match="not done"):
         rehearsals(tmp_path, resume=True).measure(rung, 0.01)
