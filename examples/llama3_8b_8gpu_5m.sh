@@ -16,7 +16,7 @@ OUT=${OUT:-runs/llama3-8b-5m}
 NPROC=${NPROC:-8}
 MODEL=${MODEL:-llama3-8b}
 LIMIT_GIB=${LIMIT_GIB:-74.5}            # of a GPU for PyTorch: 80 GB; a card of that name has 79.6 GiB, CUDA and NCCL the rest
-HOST_GIB=${HOST_GIB:-64}                # of host memory a rank in stages 128k to 5m; plan, stub and longest say what they would need
+HOST_GIB=${HOST_GIB:-64}                # of host memory a rank, stages 128k to 5m; plan, stub and longest tell their need
 LAYERS=${LAYERS:-1}                     # of stage 5m: three minutes each
 COMPUTED=${COMPUTED:-2}                 # layers that compute in stages stub and longest; the others only take their memory
 LONG=${LONG:-5242880}                   # tokens of stages 5m and stub
@@ -42,10 +42,6 @@ check_one "$DECIMAL" 74.5 LIMIT_GIB
 check_one "$DECIMAL" 64 HOST_GIB
 check_one 'auto|cpu|cuda' auto DEVICE
 [ -z "${METHODS:-}" ] || check_each "$METHOD" '"upipe a2a"' METHODS
-for name in LONG STEP; do
-  longer=$(((${!name} + NPROC - 1) / NPROC * NPROC))
-  [ "${!name}" -eq "$longer" ] || refuse "$name=${!name} is not a multiple of NPROC=$NPROC; $name=$longer works"
-done
 for stage in "$@"; do
   [[ $stage =~ ^(plan|128k|512k|1m|5m|stub|longest)$ ]] ||
     refuse "$stage is not a stage; plan, 128k, 512k, 1m, 5m, stub or longest works"
@@ -54,6 +50,10 @@ if [ -z "${PYTHON:-}" ]; then . "$root/examples/setup_env.sh" || exit 1; fi
 export PYTHON PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 look_around
 check_ranks
+for name in LONG STEP; do
+  longer=$(((${!name} + NPROC - 1) / NPROC * NPROC))
+  [ "${!name}" -eq "$longer" ] || refuse "$name=${!name} is not a multiple of NPROC=$NPROC; $name=$longer works"
+done
 [ "$COMPUTED" -le "$layers" ] || refuse "COMPUTED=$COMPUTED is more than the $layers layers of $MODEL; COMPUTED=$layers works"
 [[ " $* " != *" "[0-9]* ]] || check_gpus "$DEVICE"
 take_out
@@ -101,8 +101,9 @@ stub() {  # stub TOKENS: one step of a rank, rehearsed; 0 fits, 1 does not, 2 th
     --rehearse-layers "$COMPUTED" --rehearse-json "$OUT/stub-$1.json" \
     > "$log" 2>&1
   code=$?
+  [ "$code" -eq 0 ] || end_started 0      # what one that had to be killed has left
   if grep -qE '^most' "$log"; then        # also of one that was stopped after its step
-    tell "$1 tokens fit: $(grep -E '^most' "$log")"
+    tell "$1 tokens fit: $(awk '/^most/ { print $2 }' "$log") GiB of the GPU at most"
   elif grep -q 'out of GPU memory' "$log"; then
     tell "$1 tokens do not fit"
     return 1
@@ -167,7 +168,7 @@ plan() {
     ! time_is_over || { echo "$question: not answered in TIME_LIMIT_S=$TIME_LIMIT_S; $(more_time) gives it longer"; return 1; }
     host+=($(sed -nE "s/^$MODEL, ([0-9,]+) tokens on.*/\1/p; s/^  host +([0-9.]+).*/\1/p" "$planned" | tr -d ,))
   done
-  echo "planned with nine tenths of $LIMIT_GIB GiB, a tenth being the allocator's; stage longest begins with what all of it would hold"
+  echo "planned with nine tenths of $LIMIT_GIB GiB, the rest is the allocator's; stage longest begins with what all would hold"
   for ((at = 0; at < ${#host[@]}; at += 2)); do
     tell_host "${host[@]:at:2}"
   done

@@ -4,7 +4,7 @@
 #   check_each PATTERN VALUE NAME...      variables that are one word or more, each of that pattern
 #   check_flags FLAGS...                  flags for the steps of measure_gpus.sh; leaves their --device in device, in data the flag
 #                                         of made-up documents unless they name others
-#   look_around                           MODEL is known; leaves the number of GPUs in gpus and MODEL's layers, query_heads and kv_heads
+#   look_around                           MODEL is known; leaves the number of GPUs in gpus, MODEL's layers, query_heads, kv_heads
 #   check_ranks                           NPROC ranks can share the heads of MODEL
 #   check_gpus DEVICE                     NPROC ranks have a GPU each where there are any
 #   take_out                              makes OUT, as an absolute path, which no other run uses until this one has ended

@@ -1,8 +1,10 @@
 """The scripts that install and launch, with a stand-in for the environment's Python that writes down what it is asked to do."""
 
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -182,6 +184,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(measuring, give
     variables, log = measuring
     done = bash(["examples/measure_gpus.sh", *flags], variables | given)
     assert done.returncode == 2 and said in done.stderr and done.stdout == "", done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1
     assert not log.exists() or [line for line in log.read_text().splitlines() if "device_count" not in line] == []
 
 
@@ -272,13 +275,61 @@ def test_the_longest_context_is_found_from_any_guess(measuring, guess):
     assert f"GPUs of 74.5 GiB: {65 * 8192} tokens; {66 * 8192} do not fit" in done.stdout
 
 
+LONGEST = ["examples/llama3_8b_8gpu_5m.sh", "longest"]
+PREDICTING = "--gpu-memory-gib 74.5 --json"
+
+
 def test_a_search_that_meets_other_trouble_says_so(measuring):
     variables, _ = measuring
     numbers = {"STEP": "8192", "FITTING": "0", "GUESSED": "40960"}
-    done = bash(["examples/llama3_8b_8gpu_5m.sh", "longest"], variables | numbers)
-    assert done.returncode == 1 and "not even 8192 tokens fit" in done.stdout
-    done = bash(["examples/llama3_8b_8gpu_5m.sh", "longest"], variables | numbers | {"FAILING": "--rehearse-attention stub"})
+    done = bash(LONGEST, variables | numbers)
+    assert done.returncode == 1 and "8192 tokens do not fit\nnot even 8192 tokens fit" in done.stdout
+    done = bash(LONGEST, variables | numbers | {"FAILING": STUB})
     assert done.returncode == 1 and "40960 tokens: exit code 3, neither fitting nor too large" in done.stderr
+    assert "not even" not in done.stdout
+
+
+@pytest.mark.parametrize("given", [{"GUESS": "1024"}, {"GUESSED": "100"}, {"FAILING": PREDICTING, "LONG": "40960"}])
+def test_a_search_tries_before_it_says_that_nothing_fits(measuring, tmp_path, given):
+    variables, _ = measuring
+    done = bash(LONGEST, variables | {"STEP": "8192", "FITTING": "30000", "GUESSED": "8192"} | given)
+    assert done.returncode == 0 and "24576 tokens; 32768 do not fit" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("24576 tokens keep 327.500 GiB in host memory for a rank, 2620.0 GiB for 8 ")
+    assert ("error: it failed" in done.stderr) == ("FAILING" in given)
+    for line in (tmp_path / "out/longest.txt").read_text().splitlines():
+        assert " llama3-8b, 8 GPUs of 74.5 GiB, --activation-memory lean, " in line and line[:2] == "20", line
+
+
+def test_a_search_that_is_out_of_time_says_what_it_knows_and_how_to_go_on(measuring):
+    variables, log = measuring
+    limited = variables | {"STEP": "8192", "FITTING": "30000", "GUESS": "8192", "TIME_LIMIT_S": "2"}
+    done = bash(LONGEST, limited | {"HANGING": "--seq-length 16384"})
+    assert done.returncode == 1 and "at 16384 tokens: so far 8192 tokens fit, none is known not to; GUESS=16384 goes" in done.stdout
+    assert "on from here, or TIME_LIMIT_S=560 goes further at once" in done.stdout and alive(log) == []
+    done = bash(LONGEST, limited | {"LINGERING": "--seq-length 16384"})
+    assert "16384 tokens fit" in done.stdout and "so far 16384 tokens fit" in done.stdout, done.stdout
+    done = bash([LONGEST[0], "stub"], limited | {"HANGING": STUB, "ON_TERM": "exit"})
+    assert done.returncode == 1 and "not done in TIME_LIMIT_S=2; TIME_LIMIT_S=560" in done.stdout
+
+
+def test_a_stage_without_time_for_its_steps_names_a_time(measuring):
+    variables, _ = measuring
+    done = bash([LONGEST[0], "128k"], variables | {"GPUS": "8", "METHODS": "a2a", "TIME_LIMIT_S": "40"})
+    assert done.returncode == 1 and "TIME_LIMIT_S=40 kept 3 parts from" in done.stdout, done.stdout
+    named = int(done.stdout.partition("of their own; TIME_LIMIT_S=")[2].split()[0])
+    assert 3 * 150 + 40 <= named <= 3 * 150 + 60
+
+
+def test_host_memory_that_a_context_needs_is_told(measuring):
+    variables, _ = measuring
+    tiny = {"PYTHON": sys.executable, "MODEL": "llama-tiny", "NPROC": "2", "LONG": "4096", "LIMIT_GIB": "1", "HOST_GIB": "0.01"}
+    done = bash([LONGEST[0], "plan", "stub"], variables | tiny | {"DEVICE": "cpu", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = re.findall(r"([0-9]+) tokens keep ([0-9.]+) GiB in host memory for a rank, ([0-9.]+) GiB for 2 ranks", done.stdout)
+    (planned, longest, rehearsed) = [(int(tokens), float(rank), float(node)) for tokens, rank, node in told]
+    assert planned[0] == rehearsed[0] == 4096 < longest[0] and 0 < planned[1] < longest[1]
+    assert planned[1] == pytest.approx(rehearsed[1], abs=0.006) and longest[2] == pytest.approx(2 * longest[1], abs=0.06)
+    assert done.stdout.count("HOST_GIB=0.01 does not count here") == 3
 
 
 def test_stages_are_one_command_each(measuring):
@@ -301,6 +352,9 @@ def test_stages_are_one_command_each(measuring):
         ({"LIMIT_GIB": "0"}, ["stub"], "LIMIT_GIB=74.5 works"),
         ({"HOST_GIB": "64G"}, ["stub"], "HOST_GIB=64 works"),
         ({"STEP": "1001"}, ["longest"], "STEP=1008 works"),
+        ({"NPROC": "3"}, ["stub"], "NPROC=2 works"),
+        ({"NPROC": "16", "MODEL": "llama-tiny"}, ["stub"], "NPROC=8 works"),
+        ({"COMPUTED": "33"}, ["stub"], "COMPUTED=32 works"),
         ({"LONG": "5M"}, ["stub"], "LONG=5242880 works"),
         ({"GUESS": "x"}, ["longest"], "GUESS=5242880 works"),
         ({"METHODS": "ring"}, ["stub", "128k"], "METHODS="),
@@ -313,14 +367,34 @@ def test_stages_that_cannot_run_are_refused_before_any_does(measuring, given, st
     variables, log = measuring
     done = bash(["examples/llama3_8b_8gpu_5m.sh", *stages], variables | given)
     assert done.returncode == 2 and said in done.stderr and done.stdout == "", done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1
     assert not log.exists() or [line for line in log.read_text().splitlines() if "device_count" not in line] == []
 
 
-@pytest.mark.parametrize("stage, hanging", [("128k", "--rehearse-json"), ("stub", STUB), ("longest", STUB)])
+@pytest.mark.parametrize(
+    "stage, hanging", [("128k", "--rehearse-json"), ("stub", STUB), ("longest", STUB), ("longest", PREDICTING)]
+)
 def test_a_signal_ends_a_stage_and_all_below_it(measuring, stage, hanging):
     variables, log = measuring
-    variables |= {"GPUS": "8", "METHODS": "a2a", "HANGING": hanging, "GUESS": "524288", "ON_TERM": "exit"}
+    guess = "524288" if hanging == STUB else ""
+    variables |= {"GPUS": "8", "METHODS": "a2a", "HANGING": hanging, "GUESS": guess, "ON_TERM": "exit"}
     process = started(["examples/llama3_8b_8gpu_5m.sh", "plan", stage], variables, log)
     process.send_signal(signal.SIGINT)
     told, _ = process.communicate(timeout=30)
     assert process.returncode == 130 and alive(log) == [] and f"stages done: plan; stopped: {stage}" in told, told
+    assert "Error" not in told and "do not fit" not in told and "not even" not in told, told
+
+
+def test_what_a_killed_run_has_left_is_named(measuring):
+    variables, log = measuring
+    variables |= {"HANGING": STUB, "ON_TERM": "exit"}
+    process = started(["examples/llama3_8b_8gpu_5m.sh", "stub"], variables, log)
+    process.kill()
+    process.wait()
+    left = log.with_name("hanging").read_text().split()
+    second = bash(["examples/llama3_8b_8gpu_5m.sh", "stub"], variables)
+    named = second.stderr.partition("kill ")[2].partition(" works")[0].split()
+    assert second.returncode == 2 and f"a killed run (process {process.pid})" in second.stderr and set(left) <= set(named)
+    subprocess.run(["kill", *named])  # a sleep of theirs may have ended
+    process.communicate(timeout=10)
+    assert bash(["examples/llama3_8b_8gpu_5m.sh", "stub"], variables | {"HANGING": "nothing", "FITTING": "5242880"}).returncode == 0
