@@ -36,7 +36,7 @@ from megacp.model.layer_context import LayerContext
 from megacp.model.output_head import OutputHead
 from megacp.planning.buffer_names import KEPT as KEPT_NAME
 from megacp.planning.buffer_names import buffer_name
-from megacp.planning.few_tiles import FewChunks, FewRows, FewTiles, Loops, NotPeriodic, chunks_grow, few_loss_tiles
+from megacp.planning.few_tiles import FewChunks, FewRows, FewTiles, Loops, NotPeriodic, few_loss_tiles, switches
 from megacp.planning.host_states import host_state_bytes
 from megacp.planning.work import Work, WorkCounter
 
@@ -300,8 +300,8 @@ def run_layer(job: Job, plan: LayerPlan, every_step: bool = False) -> LayerCount
     if every_step:
         attention, geometry, context_of = AttentionSettings(**settings), job.geometry, LayerContext
     else:
-        joins = chunks_grow(job.schedule, config.kv_channels, settings["documents"])
-        loops = Loops(job.tokens, job.tile_size, memory, work, job.query_chunk, joins)
+        cut = switches(job.schedule, config.kv_channels, settings["documents"], job.query_chunk or job.tokens)
+        loops = Loops(job.tokens, job.tile_size, memory, work, job.query_chunk, cut)
         attention, geometry = FewChunks(**settings, loops=loops), FewRows(**vars(job.geometry), loops=loops)
         context_of = partial(FewTiles, loops=loops)
     context = context_of(

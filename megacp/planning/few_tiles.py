@@ -13,8 +13,9 @@ its chunks; its messages and attention calls are counted chunk by chunk (`megacp
 
     128 chunks of 1,024:   [0, 1024)  …  [3072, 4096)  [4096, 124928)  [124928, 125952)  …  [130048, 131072)
 
-A chunk need not take most where it sees most when documents begin inside it, or when attention is cut into calls of single heads,
-as beyond 2^31 elements: such chunks are all run. And where the steps of a loop leave memory behind, `NotPeriodic` says so.
+Where attention is cut into calls of single heads, as beyond 2^31 elements, chunks take less again: there too six chunks before and
+four after are run, and those between as single ones (`switches`). A chunk need not take most where it sees most when documents
+begin inside it: such chunks are all run. And where the steps of a loop leave memory behind, `NotPeriodic` says so.
 """
 
 import itertools
@@ -46,12 +47,12 @@ class Loops:
 
     def __init__(
         self, tokens: int, tile_size: int, memory: AllocationCounter, work: WorkCounter,
-        query_chunk: int | None = None, joins: bool = True,
+        query_chunk: int | None = None, switches: list[int] | None = (),
     ):  # fmt: skip
-        """`joins`: chunks between the ends are run as one, `chunks_grow` of the job."""
+        """`switches` of the job: between them and the ends chunks are run as one; None: all chunks are run."""
         self._tile_size, self._memory, self._work = tile_size, memory, work
         self._chunk = query_chunk or tokens
-        self._chunks = _chunks(tokens, self._chunk, joins)
+        self._chunks = _chunks(tokens, self._chunk, switches)
         spans = [(0, tokens), *self._chunks]
         # Every loop takes the same tiles: what one puts on a shelf another fetches.
         self._starts = sorted({start for span in spans for start in _ends(*span, tile_size)})
@@ -89,16 +90,31 @@ class Loops:
             yield start, stop
 
 
-def chunks_grow(schedule: HeadSchedule, head_dim: int, documents: Documents) -> bool:
-    """Whether a later chunk takes no less than an earlier one: all look back to one beginning, none is cut into calls of a head."""
-    widest = max(max(stage.num_queries, stage.num_new_kv) for stage in schedule.stages) * head_dim
-    return len(documents) == 1 and (documents.total + PADDING) * widest < OFFSET_LIMIT
+def switches(schedule: HeadSchedule, head_dim: int, documents: Documents, size: int) -> list[int] | None:
+    """Chunks of `size` tokens that are the first whose attention is cut, where it was whole before; those between grow.
+
+    A chunk's queries are of each rank's tokens, and see all before them: some rank's are the first with too many keys for a call of
+    all heads. None: chunks do not grow, as not all look back to one beginning.
+    """
+    if len(documents) > 1:
+        return None
+    tokens = documents.total // schedule.ulysses_degree
+    found = set()
+    for stage in schedule.stages:
+        brought = (schedule.stages[heads.arrival].num_new_kv for heads in stage.runs)
+        keys = (OFFSET_LIMIT - 1) // (max(stage.num_queries, *brought) * head_dim) - PADDING  # the most of a call of all heads
+        if 0 <= keys < documents.total:
+            found.add(keys % tokens // size)
+    return sorted(found)
 
 
-def _chunks(tokens: int, size: int, joins: bool) -> list[tuple[int, int]]:
+def _chunks(tokens: int, size: int, switches: list[int] | None) -> list[tuple[int, int]]:
     borders = [*range(0, tokens, size), tokens]
-    if joins and len(borders) - 1 > FIRST_CHUNKS + LAST_CHUNKS + 1:
-        borders = borders[: FIRST_CHUNKS + 1] + borders[-LAST_CHUNKS - 1 :]
+    last = len(borders) - 1
+    if switches is not None:
+        near = {*range(FIRST_CHUNKS + 1), *range(last - LAST_CHUNKS, last + 1)}
+        near.update(*(range(first - LAST_CHUNKS, first + FIRST_CHUNKS + 1) for first in switches))
+        borders = [borders[i] for i in sorted(near) if 0 <= i <= last]
     return list(zip(borders, borders[1:]))
 
 

@@ -7,12 +7,13 @@ import torch
 
 from megacp import planner
 from megacp.context_parallel.head_schedule import build_head_schedule
-from megacp.kernels.attention import Documents
+from megacp.kernels.attention import Documents, calls
 from megacp.memory.counting import AllocationCounter
 from megacp.memory.policy import GPU, HOST, PLANS, RECOMPUTE, LayerPlan
 from megacp.model.config import preset
 from megacp.planner import Job, run_head, run_layer
-from megacp.planning.few_tiles import Loops, NotPeriodic, chunks_grow
+from megacp.planning import few_tiles
+from megacp.planning.few_tiles import Loops, NotPeriodic, switches
 from megacp.planning.work import WorkCounter
 
 CONFIG = replace(preset("llama-tiny"), num_layers=1, hidden_size=64, ffn_hidden_size=128, vocab_size=512)  # 8 heads, 4 KV heads
@@ -113,8 +114,22 @@ def test_what_is_not_periodic_is_run_in_full(monkeypatch):
     assert planner.count_layer(job_of(5 * TILE), AGAIN) == "counted" and asked == [False, True]
 
 
-def test_chunks_that_are_cut_or_begin_documents_are_all_run():
+def test_where_chunks_are_cut_and_that_those_that_begin_documents_are_all_run():
     one_head, two_heads = (build_head_schedule(16, 8, 8, heads) for heads in (8, 16))
     ten_million = Documents((0, 10 * 2**20))
-    assert chunks_grow(one_head, 128, ten_million) and not chunks_grow(two_heads, 128, ten_million)
-    assert not chunks_grow(one_head, 128, Documents((0, 2**20, 2**21)))
+    assert switches(one_head, 128, ten_million, 2**15) == []
+    # Two heads of 128: up to 8,388,479 keys. Of 1,310,720 tokens a rank, rank 6 has as many up to its 16th chunk.
+    assert switches(two_heads, 128, ten_million, 2**15) == [15]
+    assert switches(one_head, 128, Documents((0, 2**20, 2**21)), 2**15) is None
+
+
+@pytest.mark.parametrize("ranks, heads, share", [(1, 8, 0.1), (1, 8, 0.4), (1, 8, 0.74), (2, 4, 0.52), (2, 8, 0.97), (4, 8, 0.4)])
+def test_chunks_cut_into_calls_of_single_heads_count_as_if_all_were_run(ranks, heads, share, monkeypatch):
+    job = job_of(40 * TILE, ranks, heads, query_chunk=TILE)
+    width = heads // ranks * CONFIG.kv_channels
+    limit = int(share * ranks * 40 * TILE + 128) * width
+    monkeypatch.setattr(few_tiles, "OFFSET_LIMIT", limit)
+    monkeypatch.setattr(calls, "OFFSET_LIMIT", limit)
+    assert run_layer(job, PLANS["lean"]) == run_layer(job, PLANS["lean"], every_step=True)
+    cut = switches(job.schedule, CONFIG.kv_channels, Documents((0, ranks * job.tokens)), TILE)
+    assert len(cut) == 1 and len(few_tiles._chunks(job.tokens, TILE, cut)) < 25
