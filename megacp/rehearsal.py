@@ -11,8 +11,9 @@
 The code is that of training: same layers, same FSDP, same store, states sharded as for the whole job. Only the collectives are
 fake: every buffer is allocated and filled, from this rank's own data, so numbers stay finite but mean nothing, and an all-to-all
 takes as long as a copy. With `stub` attention nothing is computed there either, but its memory is taken. On a CPU allocations
-are counted, and a step of more than --gpu-memory-limit-gib ends with the error that a GPU's has. Host and disk hold one layer of each plan, which all such layers overwrite: the room of all is reported, not taken.
-With --rehearse-layers K only K layers compute, and the others take their memory (`megacp.training.idle_layers`).
+are counted, and a step of more than --gpu-memory-limit-gib ends with the error that a GPU's has. Host and disk
+hold one layer of each plan, which all such layers overwrite: the room of all is reported, not taken. With --rehearse-layers K only
+K layers compute, and the others take their memory (`megacp.training.idle_layers`).
 """
 
 import argparse

@@ -12,7 +12,8 @@ All figures are GiB of one rank at its peak. Where there is a GPU (--measure aut
 it, without the attention's arithmetic: one step of --measure-layers layers, of all where the model has no more. What the other
 layers add is counted: states, gradients and kept activations. A rung that runs out of memory or time keeps its prediction, and the
 table says why. The leanest rung is measured first, and a run that is ended draws what it has; --resume goes on in the same folder,
-and with --measure none takes what is there (predictions alone do not replace measured figures). --measure cpu counts the allocations of small models, --measure none only predicts.
+and with --measure none takes what is there (predictions alone do not replace measured figures). --measure cpu counts
+the allocations of small models, --measure none only predicts.
 
 Predictions: `counted` runs megacp's own code on PyTorch's meta device, as tools/plan_memory.py does; `formula` is for the first
 three rungs, which megacp has no code for (megacp/planning/ladder.py has it). The parts of a bar are predicted, a line marks what
@@ -262,8 +263,10 @@ def main(argv: list[str] | None = None) -> int:
         former = None if device else measured_job(table)
         if former and not any(bar.measured for bar in bars):
             why = next((bar.reason for bar in reversed(bars) if bar.reason), "only predictions were asked for")
-            raise ArgumentError(f"{table} has measured figures of {former}, and this run has none to replace them with: {why}; another "
-                                "--out works, or --resume with the flags that these were measured with")  # fmt: skip
+            raise ArgumentError(
+                f"{table} has measured figures of {former}, and this run has none to replace them with: {why}; another --out "
+                "works, or --resume with the flags that these were measured with"
+            )
         table.write_text(json.dumps(about | {"rungs": record(bars)}, indent=2) + "\n", encoding="utf-8")
     except (ArgumentError, PretrainedError, OSError) as error:
         print(f"memory_ladder: {error}", file=sys.stderr)

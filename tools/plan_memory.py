@@ -156,8 +156,8 @@ def notes(args: argparse.Namespace) -> list[str]:
     limit = kernel_limit(args)
     if limit is None or args.seq_length <= limit:
         return []
-    served = "; with --attention-mask causal it cannot run" if args.attention_mask == "causal" else "; in shorter documents it can run"
-    return [f"a GPU's attention kernels take {limit:,} tokens of one document, less than --seq-length {args.seq_length}{served}"]
+    then = "with --attention-mask causal it cannot run" if args.attention_mask == "causal" else "in shorter documents it can run"
+    return [f"a GPU's attention kernels take {limit:,} tokens of one document, less than --seq-length {args.seq_length}; {then}"]
 
 
 def micro_batches(outcome: Outcome, gpus: int) -> int:

@@ -3,14 +3,13 @@
     args = parse_planned("--model llama3-8b --gpu-memory-gib 80 --activation-memory lean".split(), usage="…")
     outcome = plan_job(args, gpus=8, seq_length=5242880)
     outcome.prediction.device_bytes, outcome.problem                   # 42.1e9, None
-    longest_context(args, gpus=8)                      # tokens, a multiple of --mlp-tile-size x context size; its step; what ends it
+    longest_context(args, gpus=8)                    # tokens, a multiple of --mlp-tile-size x context size; its step; what ends it
     fewest_gpus(args, seq_length=5242880)
 
 Flags are checked, heads scheduled, plans chosen and memory counted by what training calls, for a GPU or, with --device cpu, for
-the CPU's fp32. Budgets are those of one rank.
-Counting takes a moment, whatever the length, but for query chunks of several documents or beyond 2^31 elements, so searches begin
-where a line through two small jobs says the answer is; what they return was counted itself, one step more was counted not to fit,
-or is more than the attention kernels of a GPU take of one document (`longest_document`), as which a sequence is counted.
+the CPU's fp32. Budgets are those of one rank. Counting takes seconds, whatever the length, but for query chunks of several
+documents, so searches begin where a line through two small jobs says the answer is. What they return was counted itself; one step
+more was counted not to fit, or is more than the attention kernels of a GPU take of one document, as which a sequence is counted.
 """
 
 import argparse
@@ -162,8 +161,10 @@ def longest_context(args: argparse.Namespace, gpus: int, look: Callable[[int], N
     ceiling = int(args.gpu_memory_gib * GIB) // job.unit  # a rank holds one hidden state of its tokens at least
     if limit is not None:
         if limit < step:
-            raise ArgumentError(f"--seq-length {step} is the least with --mlp-tile-size {args.mlp_tile_size}, and a GPU's attention "
-                                f"kernels take {limit:,} tokens of one document; a smaller --mlp-tile-size works")  # fmt: skip
+            raise ArgumentError(
+                f"--seq-length {step} is the least with --mlp-tile-size {args.mlp_tile_size}, and a GPU's attention kernels take "
+                f"{limit:,} tokens of one document; a smaller --mlp-tile-size works"
+            )
         ceiling = min(ceiling, limit // step)
     # Bytes grow along a few lines, one a kind of peak: go on from where the last line met the budget.
     (tokens, taken), (far, taken_far) = _small_jobs(filled, job)

@@ -94,7 +94,8 @@ def test_a_measured_ladder_says_so_and_a_second_run_takes_what_is_there(tool, tm
     assert rungs_of(tmp_path)[name]["measured_bytes"] == rung["measured_bytes"]
     assert "no picture" in (said := capsys.readouterr().out) and "--measure none --resume --out" in said
 
-    report, picture, table = (tmp_path / name for name in ("rehearsals/query-chunks.json", "memory_ladder.png", "memory_ladder.json"))
+    report, picture = tmp_path / "rehearsals/query-chunks.json", tmp_path / "memory_ladder.png"
+    table = tmp_path / "memory_ladder.json"
     before = picture.read_bytes(), table.read_bytes()
     capsys.readouterr()
     assert tool.main([*flags, "--resume", "--measure", "none", "--seq-length", "8192"]) == 1
