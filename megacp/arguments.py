@@ -37,6 +37,7 @@ from megacp.argument_checks import (
 from megacp.checkpointing.huggingface_config import model_config
 from megacp.kernels.rotary import RopeScaling
 from megacp.model.config import PRESETS, ModelConfig, preset
+from megacp.model.layer_context import LEAST_TILE, MOST_TILE, default_tile_size
 
 DEFAULT_MODEL = "llama-tiny"
 PROFILED_STEP, PROFILED_STEPS = 10, 2  # the first one, when all is warm, and how many
@@ -57,8 +58,8 @@ def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
     """Refuse what cannot run on `world_size` ranks, then fill in what was left open. Touches no device and no file but the
     config.json of --load-hf.
 
-    Fills global_batch_size (sequences), upipe_heads_per_stage, lr_decay_iters, with the WSD style lr_wsd_decay_iters, with
-    --profile its steps.
+    Fills global_batch_size (sequences), upipe_heads_per_stage, mlp_tile_size, lr_decay_iters, with the WSD style
+    lr_wsd_decay_iters, with --profile its steps.
     Returns notes for the person (one line each): legal, but maybe not meant. Raises ArgumentError.
     """
     check_pretrained(args, _base_config(args))
@@ -68,6 +69,7 @@ def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
         args.train_iters = REHEARSED_STEPS if args.rehearse_world_size else 1000
     config = model_config_from_args(args)
     check_model(args, config)
+    args.mlp_tile_size = tile_size_of(args, config)
     check_rehearsed_layers(args, config)
     check_parallel(args, config, world_size)
     check_batch(args, world_size)
@@ -107,6 +109,11 @@ def model_config_from_args(args: argparse.Namespace) -> ModelConfig:
     fields = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("name", "rope_scaling")]
     given = {name: getattr(args, name) for name in fields if getattr(args, name, None) is not None}
     return dataclasses.replace(base, rope_scaling=rope_scaling_from_args(args, base), **given)
+
+
+def tile_size_of(args: argparse.Namespace, config: ModelConfig) -> int:
+    """--mlp-tile-size, or what it is when left open."""
+    return args.mlp_tile_size or default_tile_size(config.ffn_hidden_size, args.upipe_query_chunk)
 
 
 def resolve_precision(args: argparse.Namespace, device: torch.device | str) -> torch.dtype:
@@ -315,7 +322,8 @@ def _add_training(parser):
         help="auto: the fastest that runs this shape")  # fmt: skip
     add("--deterministic", action="store_true",
         help="the same bits from every step of the same job on the same GPUs; attention's backward is slower")  # fmt: skip
-    add("--mlp-tile-size", type=COUNT, default=8192, metavar="TOKENS", help="tokens of a rank per step of the MLP")
+    add("--mlp-tile-size", type=COUNT, metavar="TOKENS",
+        help=f"tokens of a rank per step of the MLP and the projections (default: {LEAST_TILE}, up to {MOST_TILE} where the MLP is narrow)")  # fmt: skip
     add("--loss-tile-size", type=COUNT, default=4096, metavar="TOKENS", help="tokens of a rank per step of the output head")
     add("--dry-run", action="store_true", help="build everything but the weights, print the summary, exit")
 

@@ -49,6 +49,17 @@ def test_heads_are_taken_in_four_stages_or_fewer(model, context, heads):
     assert args.upipe_heads_per_stage == heads
 
 
+@pytest.mark.parametrize("flags, tile", [
+    ("--model llama3-8b", 8192), ("--model qwen3-32b", 8192), ("--model llama3.2-1b", 16384),
+    ("--model llama3.2-1b --upipe-query-chunk 32768", 16384), ("--model llama3.2-1b --upipe-query-chunk 24576", 8192),
+    ("--model llama3.2-1b --ffn-hidden-size 8193", 8192), ("--model llama-tiny", 32768), ("--model llama3.2-1b --mlp-tile-size 1000", 1000),
+])  # fmt: skip
+def test_tiles_are_longer_where_the_mlp_is_narrow(flags, tile):
+    args = parsed(*flags.split())
+    validate_args(args, world_size=1)
+    assert args.mlp_tile_size == tile
+
+
 def test_ulysses_is_one_stage_of_all_heads():
     args = parsed("--model", "llama3-8b", "--cp-comm-type", "a2a", "--context-parallel-size", 8)
     validate_args(args, world_size=8)

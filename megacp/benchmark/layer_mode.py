@@ -18,6 +18,7 @@ from megacp.benchmark.roofline import outside_share, roofline
 from megacp.benchmark.session import Session, model_named
 from megacp.kernels.attention.dispatch import BACKENDS
 from megacp.memory.policy import PLANS
+from megacp.model.layer_context import default_tile_size
 from megacp.training.memory_phases import device_gauge
 
 COLUMNS = [
@@ -48,7 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="1: exchanges of the next stage run under this one's attention (default: 0)")  # fmt: skip
     add("--query-chunk", type=query_chunk, nargs="+", default=[None], metavar="TOKENS",
         help="of a rank whose queries are in flight; all: not chunked (default: all)")  # fmt: skip
-    add("--mlp-tile-size", type=token_count, nargs="+", default=[8192], metavar="TOKENS", help="of a rank per step (default: 8192)")
+    add("--mlp-tile-size", type=token_count, nargs="+", metavar="TOKENS", help="of a rank per step (default: as of pretrain_llama.py)")
     add("--documents", type=token_count, nargs="+", default=[1], metavar="N", help="of equal length in the sequence (default: 1)")
     add("--layers", type=COUNT, default=1, metavar="N",
         help="timed one after another, as in a step, where the host is ahead of the device from the second on; figures are those of one "
@@ -66,7 +67,12 @@ def cases(args: argparse.Namespace) -> list[LayerCase]:
     stages = stage_sizes(args.heads_per_stage or [args.ranks, None], config)
     check_ranks(config, args.ranks, stages, args.seq_length)
     check_documents(args.documents, args.seq_length)
-    for chunk, tile in itertools.product(args.query_chunk, args.mlp_tile_size):
+    tiled = [
+        (chunk, tile)
+        for chunk in args.query_chunk
+        for tile in args.mlp_tile_size or [default_tile_size(config.ffn_hidden_size, chunk)]
+    ]
+    for chunk, tile in tiled:
         if chunk and chunk % tile:
             raise ArgumentError(f"--query-chunk {chunk} is not a multiple of --mlp-tile-size {tile}; {-(-chunk // tile) * tile} is")
     if args.layers > 1 and not args.warmup:
@@ -75,14 +81,14 @@ def cases(args: argparse.Namespace) -> list[LayerCase]:
         raise ArgumentError("--activation-memory disk needs --disk-offload-dir DIR, a directory on a local disk")
     grid = itertools.product(
         sorted(args.seq_length), args.documents, args.activation_memory, args.recompute_granularity, stages,
-        args.upipe_prefetch, args.query_chunk, args.mlp_tile_size,
+        args.upipe_prefetch, tiled,
     )  # fmt: skip
     return [
         LayerCase(
             config, args.ranks, length, heads, memory, recompute, chunk, tile, documents, args.attention_backend,
             args.disk_offload_dir, prefetch,
         )  # fmt: skip
-        for length, documents, memory, recompute, heads, prefetch, chunk, tile in grid
+        for length, documents, memory, recompute, heads, prefetch, (chunk, tile) in grid
     ]
 
 

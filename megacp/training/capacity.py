@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megacp.argument_checks import ArgumentError
-from megacp.arguments import build_parser, model_config_from_args, resolve_precision, validate_args
+from megacp.arguments import build_parser, model_config_from_args, resolve_precision, tile_size_of, validate_args
 from megacp.context_parallel.head_schedule import build_head_schedule, legal_ulysses_degrees
 from megacp.kernels.attention.calls import longest_document
 from megacp.memory.policy import DISK, LayerPlan, plan_of
@@ -156,13 +156,14 @@ def longest_context(args: argparse.Namespace, gpus: int, look: Callable[[int], N
 
     That is "memory" or "kernel". `look` is told each length before it is counted, which may take a while.
     """
-    step, limit = args.mlp_tile_size * _context_size(args, gpus), kernel_limit(args)
+    tile, limit = tile_size_of(args, model_config_from_args(args)), kernel_limit(args)
+    step = tile * _context_size(args, gpus)
     filled, job = job_of(args, gpus, step)
     ceiling = int(args.gpu_memory_gib * GIB) // job.unit  # a rank holds one hidden state of its tokens at least
     if limit is not None:
         if limit < step:
             raise ArgumentError(
-                f"--seq-length {step} is the least with --mlp-tile-size {args.mlp_tile_size}, and a GPU's attention kernels take "
+                f"--seq-length {step} is the least with --mlp-tile-size {tile}, and a GPU's attention kernels take "
                 f"{limit:,} tokens of one document; a smaller --mlp-tile-size works"
             )
         ceiling = min(ceiling, limit // step)

@@ -138,8 +138,13 @@ def test_nothing_recomputed_fits_or_says_what_does():
 
 
 @pytest.mark.parametrize("flags,said", [
-    ("--model llama3.2-1b --context-parallel-size 2 --seq-length 262144 --gpu-memory-gib 125", "stages of 8 heads of 64 .* a2a, take 29.1"),
-    ("--model llama3.2-1b --context-parallel-size 2 --seq-length 262144 --gpu-memory-gib 27.5", None),  # all heads do not fit
+    ("--model llama3.2-1b --context-parallel-size 2 --seq-length 262144 --mlp-tile-size 8192 --gpu-memory-gib 125",
+     "stages of 8 heads of 64 .* a2a, take 29.1"),
+    ("--model llama3.2-1b --context-parallel-size 2 --seq-length 262144 --upipe-heads-per-stage 2 --gpu-memory-gib 125",
+     "stages of 2 heads of 64 .* a2a, take 29.1"),
+    ("--model llama3.2-1b --context-parallel-size 2 --seq-length 262144 --gpu-memory-gib 125", None),  # tiles are large
+    ("--model llama3.2-1b --context-parallel-size 2 --seq-length 262144 --upipe-heads-per-stage 2 --gpu-memory-gib 27.5",
+     None),  # all heads do not fit
     ("--model llama3.2-1b --context-parallel-size 2 --seq-length 262144 --cp-comm-type a2a --gpu-memory-gib 125", None),
     ("--model llama3-8b --context-parallel-size 2 --seq-length 131072 --gpu-memory-gib 125", None),  # kernels are large
     ("--model llama3.2-1b --context-parallel-size 2 --seq-length 262144", None),  # a CPU
