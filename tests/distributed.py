@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks from a test.
+"""Run a function on several ranks from a test, gloo processes on CPUs or NCCL processes with a GPU each.
 
     def total(rank, world_size, value):
         x = torch.tensor([value * (rank + 1)])
@@ -40,14 +40,14 @@ class RankFailure(AssertionError):
     """A rank raised, died, or did not finish in time; the message holds its traceback."""
 
 
-def run_distributed(fn, world_size: int, *args, timeout: float = 120) -> list:
-    """Returns `[fn(rank, world_size, *args) for rank in range(world_size)]`, the ranks being gloo processes.
+def run_distributed(fn, world_size: int, *args, timeout: float = 120, backend: str = "gloo") -> list:
+    """Returns `[fn(rank, world_size, *args) for rank in range(world_size)]`, each rank a process; with `backend` nccl it has a GPU.
 
     The first rank that fails ends the others and the call, which raises RankFailure with the rank's traceback.
     So does running longer than `timeout` seconds.
     """
     __tracebackhide__ = True  # pytest shows the rank's traceback, not this function
-    ranks, processes = start_ranks(fn, world_size, *args, timeout=timeout)
+    ranks, processes = start_ranks(fn, world_size, *args, timeout=timeout, backend=backend)
     results = [None] * world_size
     failures = []
     deadline = time.monotonic() + timeout
@@ -86,7 +86,9 @@ def run_distributed(fn, world_size: int, *args, timeout: float = 120) -> list:
     return results
 
 
-def start_ranks(fn, world_size: int, *args, timeout: float = 120) -> tuple[dict[Connection, int], list[BaseProcess]]:
+def start_ranks(
+    fn, world_size: int, *args, timeout: float = 120, backend: str = "gloo"
+) -> tuple[dict[Connection, int], list[BaseProcess]]:
     """The ranks of `run_distributed` left to the caller, who may kill them: pipes that each rank closes at its end, and processes."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     payload = pickle.dumps((fn, args))
@@ -95,7 +97,7 @@ def start_ranks(fn, world_size: int, *args, timeout: float = 120) -> tuple[dict[
         for rank in range(world_size):
             receiver, sender = _server.Pipe(duplex=False)
             process = _server.Process(
-                target=_rank_main, args=(sender, rank, world_size, store.port, payload, timeout), daemon=True
+                target=_rank_main, args=(sender, rank, world_size, store.port, payload, timeout, backend), daemon=True
             )
             process.start()
             process.store = store  # lives as long
@@ -120,7 +122,7 @@ class _SingleThreadedEnvironment:
                 os.environ[name] = value
 
 
-def _rank_main(sender, rank: int, world_size: int, port: int, payload: bytes, timeout: float) -> None:
+def _rank_main(sender, rank: int, world_size: int, port: int, payload: bytes, timeout: float, backend: str) -> None:
     faulthandler.dump_traceback_later(0.9 * timeout, file=sys.__stderr__)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -128,8 +130,10 @@ def _rank_main(sender, rank: int, world_size: int, port: int, payload: bytes, ti
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
         )
         fn, args = pickle.loads(payload)
         report = pickle.dumps((True, fn(rank, world_size, *args)))

@@ -64,9 +64,9 @@ def test_the_same_bits_of_a_query_chunk(backend):
 
 
 def test_steps_of_two_runs_have_the_same_losses(tmp_path):
-    flags = f"--bf16 --deterministic --context-parallel-size {GPUS} --global-batch-size {GPUS}"
+    flags = f"--bf16 --deterministic --context-parallel-size {GPUS} --global-batch-size {GPUS} --train-iters 5"
     (tmp_path / "again").mkdir()
-    losses, output = train(tmp_path, GPUS, flags, iterations=5)
-    again, _ = train(tmp_path / "again", GPUS, flags, iterations=5)
+    losses, output = train(tmp_path, GPUS, flags)
+    again, _ = train(tmp_path / "again", GPUS, flags)
     assert losses == again and len(losses) == 5
     assert re.search(r"attention +(fa4|torch):", output), output

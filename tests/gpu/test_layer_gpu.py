@@ -19,7 +19,7 @@ from megacp.model.llama import Llama
 from tests.model.cases import TOLERANCE, relative_error, tiny_config
 from tests.reference import random_parameters, reference_model
 
-TOKENS = 1500
+TOKENS, TILE = 1504, 140  # the tile divides no rank's tokens, of one rank or of eight
 BORDERS = {"one document": (0, TOKENS), "documents": (0, 1, 2, 500, 501, 1377, TOKENS)}
 BACKENDS = ("fa4", "fa3", "fa2", "cudnn", "torch", "reference")
 
@@ -35,33 +35,53 @@ def config_of(heads, kv_heads, qk_layernorm=False, untied=True):
     )  # fmt: skip
 
 
-def gradients(config, dtype, heads_per_stage, cu_seqlens, backend, plan=LayerPlan()):
-    """Loss and gradients of our model and of the reference, which is given the same rounded weights."""
-    params = {name: p.to(dtype) for name, p in random_parameters(config, std=0.06, seed=1).items()}
+def tokens_and_labels(config):
     generator = torch.Generator().manual_seed(2)
-    tokens_T = torch.randint(0, config.vocab_size, (TOKENS,), generator=generator)
-    labels_T = torch.randint(0, config.vocab_size, (TOKENS,), generator=generator)
-    labels_T[100:400] = -100
-    positions_T = torch.arange(TOKENS)
+    tokens_S = torch.randint(0, config.vocab_size, (TOKENS,), generator=generator)
+    labels_S = torch.randint(0, config.vocab_size, (TOKENS,), generator=generator)
+    labels_S[100:400] = -100
+    return tokens_S, labels_S
 
-    expected = {name: p.double().requires_grad_() for name, p in params.items()}
-    expected_loss, _ = reference_model(expected, tokens_T, labels_T, positions_T, cu_seqlens, config)
-    (expected_loss / 1000).backward()
 
+def parameters(config, dtype):
+    return {name: p.to(dtype) for name, p in random_parameters(config, std=0.06, seed=1).items()}
+
+
+def reference_gradients(config, dtype, cu_seqlens):
+    """Loss, and gradients by name, in float64 from weights rounded to `dtype`."""
+    weights = {name: p.double().requires_grad_() for name, p in parameters(config, dtype).items()}
+    loss, _ = reference_model(weights, *tokens_and_labels(config), torch.arange(TOKENS), cu_seqlens, config)
+    (loss / 1000).backward()
+    return loss.detach() / 1000, {name: p.grad for name, p in weights.items()}
+
+
+def our_gradients(
+    config, dtype, heads_per_stage, cu_seqlens, backend, plan=LayerPlan(), query_chunk=None, group=None, rank=0, ranks=1
+):  # fmt: skip
+    """The same of our model on the GPU, of the tokens of one of `ranks` ranks."""
     model = Llama(config, device="cuda", dtype=dtype)
-    model.load_state_dict(params)
-    documents = Documents(cu_seqlens)
-    schedule = build_head_schedule(config.num_attention_heads, config.num_query_groups, 1, heads_per_stage)
+    model.load_state_dict(parameters(config, dtype))
+    schedule = build_head_schedule(config.num_attention_heads, config.num_query_groups, ranks, heads_per_stage)
+    tokens = TOKENS // ranks
+    mine = slice(rank * tokens, (rank + 1) * tokens)
+    geometry = Geometry.of(config, schedule, tokens, TILE, dtype)
     context = LayerContext(
-        AttentionSettings(schedule, None, documents, config.kv_channels**-0.5, backend),
-        positions_T.cuda(), inverse_frequencies(config.kv_channels, config.rotary_base, None, "cuda"), attention_factor(None), 700,
-        ActivationStore(
-            [plan] * config.num_layers, Geometry.of(config, schedule, TOKENS, 700, dtype), torch.device("cuda", 0), tempfile.gettempdir()
-        ),
+        AttentionSettings(schedule, group, Documents(cu_seqlens), config.kv_channels**-0.5, backend, query_chunk),
+        torch.arange(TOKENS)[mine].cuda(), inverse_frequencies(config.kv_channels, config.rotary_base, None, "cuda"),
+        attention_factor(None), TILE,
+        ActivationStore([plan] * config.num_layers, geometry, torch.device("cuda", torch.cuda.current_device()), tempfile.gettempdir()),
     )  # fmt: skip
-    loss = model(tokens_T.cuda(), labels_T.cuda(), context, 1 / 1000, 512)
+    tokens_T, labels_T = (x_S[mine].cuda() for x_S in tokens_and_labels(config))
+    loss = model(tokens_T, labels_T, context, 1 / 1000, 512)
     loss.backward()
-    return (loss, expected_loss / 1000), {n: (p.grad, expected[n].grad) for n, p in model.named_parameters()}
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def gradients(config, dtype, heads_per_stage, cu_seqlens, backend, plan=LayerPlan()):
+    """Loss and gradients of our model and of the reference."""
+    loss, ours = our_gradients(config, dtype, heads_per_stage, cu_seqlens, backend, plan)
+    expected_loss, expected = reference_gradients(config, dtype, cu_seqlens)
+    return (loss, expected_loss), {name: (grad, expected[name]) for name, grad in ours.items()}
 
 
 def assert_close(losses, grads, tolerance):
