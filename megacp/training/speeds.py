@@ -78,6 +78,14 @@ class Speeds:
         inside = min(gpus, NODE)
         return bytes_per_rank / gpus * ((inside - 1) / self.nvlink + (gpus - inside) / NETWORK)
 
+    def gather_seconds(self, bytes_: int, gpus: int) -> float:
+        """An all-gather to `bytes_` on each GPU, or a reduce-scatter of them, in rings: all that the others hold passes every link.
+
+        From node to node rings share the adapters of all GPUs there; an all-to-all has its own GPU's alone.
+        """
+        slowest = self.nvlink if gpus <= NODE else min(self.nvlink, NODE * NETWORK)
+        return bytes_ * (gpus - 1) / gpus / slowest
+
 
 def at(curve: Curve, x: float) -> float:
     """The curve's value.

@@ -80,7 +80,7 @@ def _pass(job: Job, plan: LayerPlan, work: Work, fsdp_bytes: int, speeds: Speeds
     projecting, rest = computed["projections"], busy - computed["projections"]
     to_host, from_host, read = _copied(plan, work, [HOST, DISK])
     to_disk, from_disk, read_of_disk = _copied(plan, work, [DISK])
-    fsdp = fsdp_bytes * (job.sharding_ranks - 1) / job.sharding_ranks / speeds.nvlink
+    fsdp = speeds.gather_seconds(fsdp_bytes, job.sharding_ranks)
     if job.states_on_host:  # each rank's shard comes from the host, and its gradients go there
         fsdp += fsdp_bytes / job.sharding_ranks / speeds.host_copy
     return computed | {

@@ -93,6 +93,12 @@ def test_gathers_and_reductions_hide_behind_layers():
     slow = predict_step_time(job, [LayerPlan()] * 3, replace(H200, nvlink=1e9, all_to_all={8: ((1.0, 1e30),)})).parts
     busy = sum(seconds for part, seconds in slow.items() if part not in ("head", "optimizer", "FSDP"))
     assert slow["FSDP"] == pytest.approx(3 * (2 + 2 + 4) * LAYER * 7 / 8 / 1e9 - busy)
+    free = {8: ((1.0, 1e30),)}  # all-to-alls that take no time
+    for nvlink, slowest in ((100e9, 100e9), (675e9, 8 * 45e9)):  # of 16 GPUs: beyond a node by the adapters of its eight, if these are slower
+        speeds = replace(H200, nvlink=nvlink, all_to_all=free, gemm=dict.fromkeys(H200.gemm, 1e30))
+        parts = predict_step_time(job_of(tokens=128, sharding_ranks=16), [LayerPlan()] * 3, speeds).parts
+        busy = parts["attention forward"] + parts["attention backward"]
+        assert parts["FSDP"] == pytest.approx(3 * (2 + 2 + 4) * LAYER * 15 / 16 / slowest - busy)
     from_host = predict_step_time(replace(job, states_on_host=True), [LayerPlan()] * 3, H200).parts
     assert from_host["optimizer"] == pytest.approx(40 * CONFIG.parameter_count() / 8 / 56e9)
 
