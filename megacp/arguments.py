@@ -286,7 +286,7 @@ def _add_memory(parser):
     add("--activation-memory", choices=("auto", "gpu", "host", "disk", "lean"), default="auto",
         help="auto: the fastest that fits, chosen layer by layer; host: in pinned host memory; disk: in --disk-offload-dir; lean: as host, and the backward's residual gradient too")  # fmt: skip
     add("--recompute-granularity", choices=("none", "selective", "full"), default="selective",
-        help="selective: all but the attention is made again in the backward; full: the attention too, which keeps half as much; none: no matrix product, which keeps five times as much, on the GPU")  # fmt: skip
+        help="selective: all but the attention is made again in the backward (Megatron: core attention alone); full: the attention too, which keeps half as much; none: no matrix product, which keeps five times as much, on the GPU")  # fmt: skip
     add("--gpu-memory-gib", type=POSITIVE, metavar="GIB",
         help="GPU memory that auto may plan with on one rank (default: nine tenths of what the GPU has)")  # fmt: skip
     add("--gpu-memory-limit-gib", type=POSITIVE, metavar="GIB",
