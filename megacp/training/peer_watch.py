@@ -14,9 +14,9 @@
 | is stopped, or hangs             | nothing            | say so, and go on: it may come back until a collective's time limit |
 
 Each rank holds a TCP connection to rank 0, which passes on what it hears. The system closes the connections of a process that is
-gone, however it went; its keep-alive probes tell of a host that is gone in half a minute. A rank that computes, saves or is stopped
-for an hour is not gone: that it does not answer rank 0's pings is told, and ends nothing. When a collective then times out, the
-error names it. A thread listens, and ends the process itself: the main thread may be in a collective or wait for the GPU, and a
+gone, however it went. A host that is gone, or cut off, is noticed within a minute: its system acknowledges neither rank 0's pings,
+for 30 s after the next one, nor probes of an idle connection. A rank that computes, saves or is stopped for an hour is not gone, for
+its system acknowledges: that the rank does not answer is told, and ends nothing. When a collective then times out, the error names it. A thread listens, and ends the process itself: the main thread may be in a collective or wait for the GPU, and a
 launcher's SIGTERM would only make it wish to finish the step.
 """
 
@@ -48,8 +48,9 @@ LAUNCHER_SECONDS = 0.5  # between two looks whether the launcher lives
 QUIET_SECONDS = 60.0
 PINGS = 4  # in that time
 MEETING_POINT = "rank 0 listens"
-# Of the system's probes on an idle connection: after 10 s, every 5 s, gone after 4 without an answer.
-KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+# Probes of an idle connection: after 10 s, every 5 s, gone after 4 without an answer. Linux sends none while something sent is not
+# acknowledged, such as a ping, and then waits a quarter of an hour unless told how long (ms).
+UNHEARD = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 LEAVING, FAILING, ORPHANED, ENDED, SILENT = ENDS = "leaving", "failing", "orphaned", "ended", "silent"
 PING, HERE, QUIET, BACK = "ping", "here", "quiet", "back"
 # What torch's errors say of collectives that another rank did not come to, or left.
@@ -166,10 +167,10 @@ class PeerWatch:
         end = ENDED
         try:
             received = connection.recv(4096)
-        except TimeoutError:
-            received, end = b"", SILENT
-        except OSError:  # reset: as good as closed
+        except ConnectionError:  # reset: as good as closed
             received = b""
+        except OSError:  # timed out, or no route to the host
+            received, end = b"", SILENT
         text += received
         while b"\n" in text:
             line, _, rest = text.partition(b"\n")
@@ -325,7 +326,7 @@ def _meet() -> tuple[list[Peer], dict[int, socket.socket]]:
     for connection in connections.values():
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEP_ALIVE.items():
+        for name, value in UNHEARD.items():
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return [Peer(number, host, int(pid)) for number, (host, pid) in enumerate(people)], connections

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from megacp.training.initialize import _free_port
 from megacp.training.peer_watch import PeerWatch
 from tests.distributed import run_distributed, start_ranks
 
+ROOT = Path(__file__).parents[2]
 SOON = 15.0  # seconds, on a busy machine
 
 
@@ -262,6 +265,53 @@ def test_a_collective_that_failed_for_a_peers_error_has_no_traceback(tmp_path):
     waited, failed = said_in(tmp_path, range(2))
     assert failed == "[rank 1] error: OSError: no room on this rank's disk\n"
     assert waited.count("\n") == 1 and "ended during step 3 with an error of its own, which it printed (here: " in waited
+
+
+def options_of_connections(rank, world_size):
+    with PeerWatch() as peers:
+        return [
+            [connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in peer_watch.UNHEARD]
+            for connection in peers._connections.values()
+        ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not have all of the options")
+def test_both_ends_of_a_connection_give_up_a_host_that_acknowledges_nothing():
+    given_up = [10, 5, 4, 30_000]
+    assert run_distributed(options_of_connections, 3) == [[given_up, given_up], [given_up], [given_up]]
+
+
+def loses_its_network(rank, world_size, folder):
+    _speaks_into(folder, rank)
+    # Rank 0 has a ping under way, the other only what the system sends by itself.
+    peer_watch.UNHEARD = {"TCP_USER_TIMEOUT": 1500} | ({"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1} if rank else {})
+    peer_watch.QUIET_SECONDS = 2.0
+    with PeerWatch() as peers:
+        peers.start_step(5, [])
+        (folder / f"in{rank}").touch()
+        time.sleep(60)
+
+
+def cut_network_off(folder):
+    """In a network namespace of its own, whose only link goes down while the ranks hang."""
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    _, processes = start_ranks(loses_its_network, 2, folder)
+    while len(list(folder.glob("in*"))) < 2:
+        time.sleep(0.05)
+    subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+    print(exit_codes(processes))
+
+
+def test_a_host_that_is_cut_off_is_noticed_though_pings_to_it_are_under_way(tmp_path):
+    alone = ["unshare", "--user", "--map-root-user", "--net"]
+    if not shutil.which("ip") or not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("no network namespaces here")
+    code = f"import pathlib; from tests.training.test_peer_watch import cut_network_off as cut; cut(pathlib.Path({str(tmp_path)!r}))"
+    done = subprocess.run([*alone, sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[1, 1]\n", done.stderr
+    for rank, text in enumerate(said_in(tmp_path, range(2))):
+        gone = rf"rank {1 - rank} \(host \S+, pid \d+\) ended during step 5 or its host is gone: no answer for half a minute; .*"
+        assert re.search(rf"^\[rank {rank}\] error: {gone}$", text, re.MULTILINE), text
 
 
 ORPHANS = """
