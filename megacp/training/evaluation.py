@@ -25,7 +25,7 @@ from megacp.memory.policy import LayerPlan
 from megacp.memory.store import ActivationStore
 from megacp.model.config import ModelConfig
 from megacp.model.llama import Llama
-from megacp.training.micro_batches import micro_batches
+from megacp.training.micro_batches import read_micro_batches
 from megacp.training.position_loss import EvaluationRecord, bucket_bounds, bucket_sums, context_lengths
 from megacp.training.step import StepSettings, layer_context
 from megacp.training.training_data import TrainingData
@@ -51,6 +51,7 @@ class Evaluator:
         """Evaluates `part` ("valid" or "test"). The record is the same on all ranks.
 
         `interrupted()` is asked before each global batch, by all ranks; once it is true the evaluation ends without a record.
+        Raises DatasetError, on all ranks, when one of them cannot read its part.
         """
         start = time.perf_counter()
         dataset = getattr(self._data, part)
@@ -60,7 +61,7 @@ class Evaluator:
                 if interrupted():
                     return None
                 first = number * self._args.global_batch_size
-                for batch in micro_batches(dataset, first, self._args, self._config.vocab_size, self._data.eod):
+                for batch in read_micro_batches(dataset, first, self._args, self._config.vocab_size, self._data.eod):
                     context, _ = layer_context(batch, self._settings, self._device, self._dtype)
                     labels_T = batch.labels_T.to(self._device)
                     loss_T = self._model.token_losses(

@@ -10,7 +10,8 @@ checkpoint is the state between two steps. Evaluations, too, are between two ste
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,14 +22,14 @@ from megacp import parallel_state
 from megacp.checkpointing.distributed import latest_iteration, load_checkpoint, save_checkpoint
 from megacp.checkpointing.weights import config_to_json
 from megacp.data.batch import PackedBatch
-from megacp.data.indexed_dataset import DatasetError
 from megacp.data.dataset import SequenceDataset
+from megacp.data.indexed_dataset import DatasetError
 from megacp.model.config import ModelConfig
 from megacp.model.llama import Llama
 from megacp.training.evaluation import Evaluator
 from megacp.training.metrics import MetricsLogger, StepRecord, model_flops_per_step, peak_flops
-from megacp.training.micro_batches import micro_batches
-from megacp.training.resilience import TerminationSignal, any_rank, check_finite
+from megacp.training.micro_batches import read_micro_batches
+from megacp.training.resilience import TerminationSignal, check_finite
 from megacp.training.memory_phases import CudaGauge, PhaseMeter
 from megacp.training.schedule import learning_rate
 from megacp.training.step import StepResult, StepSettings, train_step
@@ -131,7 +132,8 @@ class TrainingRun:
         parts = ["valid"] if finished or self._due(self.args.eval_interval) else []
         parts += ["test"] if finished and self.evaluator.has_test else []
         for part in parts:
-            record = self.evaluator.evaluate(part, self.iteration, interrupted)
+            with self._saving_when_unreadable(f"evaluation on the {part} data after step {self.iteration} not finished"):
+                record = self.evaluator.evaluate(part, self.iteration, interrupted)
             if record is None:
                 return False
             if logger is not None:
@@ -168,21 +170,19 @@ class TrainingRun:
         return self._record(result, rate, seconds)
 
     def _next_micro_batches(self) -> list[PackedBatch]:
-        """This rank's tokens of the next global batch, one entry per accumulation step. A few MB: read whole before the step.
+        """This rank's tokens of the next global batch, one entry per accumulation step."""
+        with self._saving_when_unreadable(f"step {self.iteration + 1} not begun"):
+            return read_micro_batches(self.dataset, self.consumed_samples, self.args, self.config.vocab_size, self.eod)
 
-        When a rank cannot read its part, all save what was trained so far, and that rank's error ends the run.
-        """
-        batches, error = [], None
+    @contextmanager
+    def _saving_when_unreadable(self, what: str) -> Iterator[None]:
+        """Data that a rank could not read, which all ranks know of, ends the run with what was trained so far saved."""
         try:
-            batches = list(micro_batches(self.dataset, self.consumed_samples, self.args, self.config.vocab_size, self.eod))
-        except (DatasetError, OSError) as unreadable:
-            error = unreadable
-        if any_rank(error is not None, parallel_state.get_data_parallel_group(with_context_parallel=True)):
-            step = self.iteration + 1
+            yield
+        except DatasetError as error:
             if self.args.save and self.iteration > self.saved_iteration:
                 self._save()
-            raise DatasetError(f"step {step} not begun: {error or 'another rank could not read its data'}") from error
-        return batches
+            raise DatasetError(f"{what}: {error}") from error
 
     def _set_learning_rate(self) -> float:
         args = self.args

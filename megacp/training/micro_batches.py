@@ -1,9 +1,10 @@
 """A global batch as one rank reads it: its tokens of each micro-batch, by the flags of the run.
 
-    for batch in micro_batches(dataset, consumed_samples, args, vocab_size, eod):      # one per accumulation step
+    for batch in read_micro_batches(dataset, consumed_samples, args, vocab_size, eod):      # one per accumulation step
         batch.tokens_T, batch.labels_T
 
-Training and evaluation read through here, so that both mean the same by a flag.
+Training and evaluation read through here, so that both mean the same by a flag, and so that what one rank cannot read ends the work
+of all at the same place: a rank that raised alone would leave the others waiting for it, with nothing saved.
 """
 
 import argparse
@@ -14,14 +15,32 @@ import numpy as np
 from megacp import parallel_state
 from megacp.data.batch import PackedBatch, build_micro_batch
 from megacp.data.dataset import SequenceDataset
+from megacp.data.indexed_dataset import DatasetError
 from megacp.data.packing import sum_squares
 from megacp.data.sampler import balanced_micro_batches, micro_batch_indices
+from megacp.training.resilience import any_rank
 
 
-def micro_batches(
+def read_micro_batches(
+    dataset: SequenceDataset, consumed_samples: int, args: argparse.Namespace, vocab_size: int, eod: int | None
+) -> list[PackedBatch]:
+    """The global batch that begins at sample `consumed_samples`, read whole: a few MB. By all ranks at the same time.
+
+    Raises DatasetError on every rank when any of them cannot read its part.
+    """
+    batches, error = [], None
+    try:
+        batches = list(_micro_batches(dataset, consumed_samples, args, vocab_size, eod))
+    except (DatasetError, OSError) as unreadable:
+        error = unreadable
+    if any_rank(error is not None, parallel_state.get_data_parallel_group(with_context_parallel=True)):
+        raise DatasetError(str(error or "another rank could not read its data")) from error
+    return batches
+
+
+def _micro_batches(
     dataset: SequenceDataset, consumed_samples: int, args: argparse.Namespace, vocab_size: int, eod: int | None
 ) -> Iterator[PackedBatch]:
-    """The global batch that begins at sample `consumed_samples`; each micro-batch is read when it is asked for."""
     share = (
         consumed_samples, args.global_batch_size, args.micro_batch_size,
         parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size(),

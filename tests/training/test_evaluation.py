@@ -4,6 +4,8 @@ import functools
 import io
 import itertools
 import json
+import re
+import sys
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from megacp.training.position_loss import EvaluationRecord, bucket_bounds
 from megacp.training.sharding import allocate_weights, build_model
 from megacp.training.step import step_settings
 from megacp.training.training_data import TrainingData, open_training_data
-from tests.distributed import run_distributed
+from tests.distributed import RankFailure, run_distributed
 from tests.reference import IGNORED_LABEL, reference_model
 from tests.test_pretrain import MODEL, _main_with_own_group, data, numbers, records, train  # noqa: F401 (data is a fixture)
 from tests.training.test_layout_invariance import EOD, FAMILIES, FLAGS, SEQ_LENGTH, LopsidedDataset
@@ -188,6 +190,29 @@ def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(data, tmp_pat
     run_distributed(_train_interrupted_in_its_evaluation, 1, [str(flag) for flag in flags])
     assert [r["step"] for r in records(tmp_path / "log")] == [1, 2]
     assert (tmp_path / "iter_0000002").is_dir()
+
+
+def _main_with_errors_in_files(rank, world_size, flags, folder):
+    sys.stderr = (folder / f"errors{rank}").open("w")
+    _main_with_own_group(rank, world_size, flags)
+
+
+@pytest.mark.parametrize("flags, trained", [((), 3), (("--save-interval", 3), 3), (("--train-iters", 4, "--eval-interval", 5), 4)])
+def test_held_out_data_that_one_rank_cannot_read_ends_the_run_with_what_was_trained_saved(data, tmp_path, flags, trained):  # noqa: F811
+    """Of the two sequences of the validation data one has a token outside the vocabulary, and each rank reads one."""
+    with IndexedDatasetBuilder(tmp_path / "held", np.uint16) as builder:
+        builder.add_document(np.full(100, 300))
+        builder.add_document(np.full(200, 5))
+        builder.finalize()
+    paths = ["--train-data-path", data[1], "--tokenizer-type", "Byte", "--valid-data-path", tmp_path / "held"]
+    flags = [*MODEL, *paths, "--eval-interval", 3, "--eval-iters", 1, "--train-iters", 9, *flags, "--save", tmp_path / "ckpt"]
+    with pytest.raises(RankFailure, match="rank . of 2 died with exit code 2"):
+        flags = [str(flag) for flag in (*flags, "--log-jsonl", tmp_path / "log")]
+        run_distributed(_main_with_errors_in_files, 2, flags, tmp_path)
+    assert [r["step"] for r in records(tmp_path / "log")] == list(range(1, trained + 1))
+    assert [path.name for path in (tmp_path / "ckpt").glob("iter_*")] == [f"iter_{trained:07}"]
+    errors = "".join((tmp_path / f"errors{rank}").read_text() for rank in (0, 1))  # the first to end may be the only one to speak
+    assert re.search(rf"evaluation on the valid data after step {trained} not finished: .*(token id 300|another rank)", errors)
 
 
 # --------------------------------------------------------------------------------------------------------------- logs
