@@ -172,7 +172,7 @@ class _Moment:
 
 
 def _moments(job: Job, plans: list[LayerPlan]) -> list[_Moment]:
-    """Where a step can be at its peak: forward and backward of each layer, the head, and the gradient of the embedding.
+    """Where a step can be at its peak: forward and backward of each layer, the head, its gradient, and that of the embedding.
 
     FSDP gathers into a buffer and copies from it: going forward the layer's own buffer is there until the next one's, going backward
     that of the layer before, gathered ahead. A layer's fp32 gradients stay until the next ones to come are ready. Tied embeddings stay
@@ -205,6 +205,9 @@ def _moments(job: Job, plans: list[LayerPlan]) -> list[_Moment]:
         moments.append(moment("layer backward", layer_weights + ahead + stays, before + stays, done, kept, buffers))
     head_weights = stays + layer_weights if tied else 2 * table
     moments.append(moment("head", head_weights, 0, 0, kept_before, head_count(job).parts))
+    if not tied:  # its weight given back, its gradient is copied to where the ranks sum theirs
+        buffers = {"residual gradient": job.unit, "weight gradients": GRADIENT_BYTES * table_size}
+        moments.append(moment("head backward", layer_weights, table_reduction, table_size, kept_before, buffers))
     buffers = {"residual gradient": job.unit, "gradient of the embedding": table}
     if job.on_gpu:
         # PyTorch's kernel sums in fp32 by distinct token: so many of T tokens drawn alike; text has fewer.

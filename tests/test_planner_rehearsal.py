@@ -32,6 +32,7 @@ SETTINGS = {
     "two sequences at a time": "--activation-memory gpu --micro-batch-size 2 --seq-length 4096",
     "large vocabulary": f"--activation-memory gpu --vocab-size 8192 {UNTIED} --seq-length 4096",
     "large tied vocabulary": "--bf16 --activation-memory host --vocab-size 16384 --seq-length 2048 --loss-tile-size 8",
+    "large head": f"--bf16 --activation-memory host --vocab-size 16384 {UNTIED} --seq-length 2048 --loss-tile-size 8",
     "one layer": "--activation-memory gpu --num-layers 1 --seq-length 4096",
 }
 
@@ -54,5 +55,5 @@ def test_the_predicted_peak_is_the_rehearsed_one(name, monkeypatch, tmp_path):
     assert prediction.device_bytes == pytest.approx(found.peak, rel=tolerance)
     phases = json.loads((tmp_path / "r.json").read_text())["phases"]
     deepest = max(phases, key=lambda phase: phases[phase]["peak"])
-    assert prediction.moment == {"between": "embedding backward"}.get(deepest, deepest)
+    assert prediction.moment in {"between": ("head backward", "embedding backward")}.get(deepest, (deepest,))
     assert found.pairs_share == 1

@@ -29,7 +29,7 @@ import torch
 
 from megacp.argument_checks import ArgumentError
 from megacp.memory.policy import PLANS, LayerPlan, plan_of
-from megacp.planner import Job, predict, predict_phases
+from megacp.planner import Job, Prediction, predict, predict_phases
 from megacp.planning.ladder import Rung
 from megacp.training.rehearsals import read_json, read_rehearsal
 
@@ -157,13 +157,20 @@ def of_all_layers(rung: Rung, report: str, command: list[str]) -> Measured:
     whole, short = predict_phases(job, plans), predict_phases(rehearsal.job, rehearsal.plans)
     peaks = {}
     for phase, memory in phases.items():
-        moment = phase if phase in whole else "embedding backward"  # there, as in the optimizer, states and gradients alone grow
-        peaks[phase] = memory["peak"] + whole[moment].device_bytes - short[moment].device_bytes
+        peaks[phase] = memory["peak"] + _bytes_in(phase, whole) - _bytes_in(phase, short)
     highest = max(peaks, key=peaks.get)
     return Measured(
         peaks[highest], predict(job, plans).device_bytes, highest, rehearsal.job.config.num_layers, rehearsal.device,
         rehearsal.attention, report, command,
     )  # fmt: skip
+
+
+def _bytes_in(phase: str, predicted: dict[str, Prediction]) -> int:
+    """Predicted bytes of a rehearsal's phase. "between" has both moments; beyond it states and gradients alone grow with the layers."""
+    if phase in predicted:
+        return predicted[phase].device_bytes
+    moments = ("head backward", "embedding backward") if phase == "between" else ("embedding backward",)
+    return max(predicted[moment].device_bytes for moment in moments if moment in predicted)
 
 
 def _flags_of(plan: LayerPlan) -> tuple[str, str]:

@@ -1,15 +1,18 @@
-"""The model sharded over data × context ranks by FSDP2: fp32 master weights, compute in bf16, gradients reduced in fp32.
+"""The model sharded over data × context ranks by FSDP2: fp32 master weights, compute in bf16, gradients summed and reduced in fp32.
 
 Worked example, Llama3-8B on 8 ranks: each keeps 1/8 of every weight in fp32 (3.7 GiB in all). Before a layer runs, forward or
 backward, its bf16 weights are gathered whole, once (416 MiB); the tile loops inside the layer gather nothing, so ranks
 with different tile counts cannot wait for each other. Gradients are summed over the ranks, not averaged: the loss is already
-divided by the number of unmasked tokens of the whole batch.
+divided by the number of unmasked tokens of the whole batch. A rank's gradients are fp32 sums over its tokens, and those of layers and
+output head stay fp32 on the way into the reduction. The embedding's PyTorch's kernel rounds to bf16, and with tied embeddings the
+head's is rounded too, as the two are added.
 
 With `states_on_host` (--optimizer-cpu-offload) FSDP2 keeps these shards in host memory, pinned beside a GPU: a gather copies its
 shards to the GPU on the way, a reduced gradient leaves for the host while the backward goes on, and the GPU holds neither.
 """
 
 import torch
+from torch.nn import Module
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -35,9 +38,19 @@ def shard_model(model: Llama, mesh: DeviceMesh, dtype: torch.dtype, states_on_ho
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+    for unit in units:
+        if unit is not model.embedding:
+            unit.register_forward_pre_hook(_gradients_in_fp32)
     for module in (model, model.output_head):  # evaluation gathers weights as the forward does; no unit, nothing to gather
         register_fsdp_forward_method(module, "token_losses")
     return model
+
+
+def _gradients_in_fp32(unit: Module, _inputs: tuple) -> None:
+    """Before a unit's forward, when its weights are gathered: their gradients are not rounded to the weights' bf16."""
+    for weight in unit.parameters():
+        if weight.dtype.itemsize == 2 and weight.grad_dtype != torch.float32:
+            weight.grad_dtype = torch.float32
 
 
 def build_model(config: ModelConfig, mesh: DeviceMesh, dtype: torch.dtype, states_on_host: bool = False) -> Llama:
