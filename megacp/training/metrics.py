@@ -160,9 +160,9 @@ class MetricsLogger:
     One that cannot be begun is refused with a ValueError that names the flag.
 
     `first_step` is the step of the first record to come. Records of it and later ones that a previous run left in `jsonl` and
-    beside it are dropped, so that no step is there twice; a run from the start begins the files anew. `head`: what the first
-    record tells beside its own keys, such as the job that those up to the next head are of. `stream` None is standard output.
-    Use as a context manager.
+    beside it are dropped, so that no step is there twice: this run takes those steps again. A run from the start goes on from
+    none, so it moves the former files aside and says so. `head`: what the first record tells beside its own keys, such as the job
+    that those up to the next head are of. `stream` None is standard output. Use as a context manager.
     """
 
     def __init__(
@@ -191,8 +191,12 @@ class MetricsLogger:
             with _refusing("--log-jsonl", jsonl):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._evaluation_paths = {part: evaluation_log(path, part) for part in EVALUATED_PARTS}
-                for one in (path, *self._evaluation_paths.values()):
-                    drop_steps_from(one, first_step)
+                files = [path, *self._evaluation_paths.values()]
+                if first_step > 1:
+                    for file in files:
+                        drop_steps_from(file, first_step)
+                elif moved := move_aside(files):
+                    print(f"--log-jsonl {jsonl}: of a former run, so moved aside: {', '.join(map(str, moved))}", file=stream, flush=True)
                 self._jsonl = path.open("a", encoding="utf-8")
         if tensorboard_dir is not None:
             with _refusing("--tensorboard-dir", tensorboard_dir):
@@ -318,24 +322,46 @@ def minutes_text(time: timedelta) -> str:
     return f"{minutes:,.0f} min" if minutes >= 10 else f"{minutes:.2g} min"
 
 
+def move_aside(logs: list[Path]) -> list[Path]:
+    """Renames those of a run's files that hold something, with the first number that is free behind all of them: log.jsonl.1.
+
+    Returns the new names. ValueError, and nothing is moved, when one of the files is no log.
+    """
+    kept = [path for path in logs if path.exists() and path.stat().st_size]
+    for path in kept:
+        _records(path)
+    number = next(n for n in itertools.count(1) if not any(_numbered(path, n).exists() for path in logs))
+    return [path.rename(_numbered(path, number)) for path in kept]
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")
+
+
 def drop_steps_from(path: Path, first_step: int) -> None:
     """Remove the records of `first_step` and later from a file of JSON lines, if there is one. Complete or unchanged.
 
-    A last line without its end, which a killed run leaves, goes too. Any other line that is not a step record means the file
-    is something else: ValueError, nothing is written.
+    ValueError, and nothing is written, when the file is no log.
     """
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n") and lines[-1].startswith(RECORD_START[: len(lines[-1])]):
-        lines.pop()
-    kept = [line for number, line in enumerate(lines, 1) if _step_of(line, path, number) < first_step]
+    kept = [line for step, line in _records(path) if step < first_step]
     fresh = path.with_name(path.name + ".tmp")
     with fresh.open("w", encoding="utf-8") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())
     os.replace(fresh, path)
+
+
+def _records(path: Path) -> list[tuple[int, str]]:
+    """Steps and their lines. A last line without its end, which a killed run leaves, is left out. Any other line that is not a
+    step record means the file is something else: ValueError.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n") and lines[-1].startswith(RECORD_START[: len(lines[-1])]):
+        lines.pop()
+    return [(_step_of(line, path, number), line) for number, line in enumerate(lines, 1)]
 
 
 def _step_of(line: str, path: Path, number: int) -> int:

@@ -24,6 +24,7 @@ from megacp.training.metrics import (
     model_flops_per_step,
     peak_flops,
 )
+from megacp.training.position_loss import EvaluationRecord
 
 ISSUE_KEYS = [
     "step", "loss", "grad_norm", "lr", "tokens", "valid_tokens", "step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu",
@@ -155,11 +156,46 @@ def test_no_step_is_there_twice_after_resuming_twice(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["run.jsonl"]
 
 
-def test_a_run_from_the_start_begins_the_file_anew(tmp_path):
+def log_evaluations(path, first, steps, part="valid"):
+    with MetricsLogger(10, first_step=first, jsonl=str(path), stream=io.StringIO()) as logger:
+        for step in steps:
+            logger.log_evaluation(EvaluationRecord(step, part, ("0-32K",), (2.5,), (3,), 2.5, 0.25))
+
+
+def test_a_run_from_the_start_moves_the_logs_of_former_ones_aside_and_says_so(tmp_path):
     path = tmp_path / "run.jsonl"
-    log_steps(path, 1, 6)
-    log_steps(path, 1, 3)
-    assert steps_of(path) == [1, 2, 3]
+    assert "moved" not in log_steps(path, 1, 6)
+    log_evaluations(path, 7, [3, 6])
+    (tmp_path / "run.test.jsonl.1").write_text("taken\n")  # so 1 is no number for any of the three
+    with path.open("a") as file:
+        file.write('{"step": 7, "lo')  # killed while writing
+    before = {name: (tmp_path / name).read_text() for name in ("run.jsonl", "run.valid.jsonl")}
+
+    moved = f"--log-jsonl {path}: of a former run, so moved aside: {path}.2, {tmp_path}/run.valid.jsonl.2\n"
+    assert log_steps(path, 1, 3).startswith(moved)
+    assert steps_of(path) == [1, 2, 3] and not (tmp_path / "run.valid.jsonl").exists()
+    log_steps(path, 1, 2)
+    assert steps_of(path) == [1, 2] and steps_of(tmp_path / "run.jsonl.3") == [1, 2, 3]
+    assert {name: (tmp_path / f"{name}.2").read_text() for name in before} == before
+    assert (tmp_path / "run.test.jsonl.1").read_text() == "taken\n"
+
+
+def test_a_resumed_run_moves_nothing_and_a_file_that_holds_nothing_stays(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text("")
+    assert "moved" not in log_steps(path, 1, 6)
+    log_evaluations(path, 7, [2, 4, 6])
+    assert "moved" not in log_steps(path, 5, 7)
+    assert steps_of(path) == list(range(1, 8)) and steps_of(tmp_path / "run.valid.jsonl") == [2, 4]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_nothing_is_moved_when_one_of_the_files_is_no_log(tmp_path):
+    log_steps(tmp_path / "run.jsonl", 1, 2)
+    (tmp_path / "run.test.jsonl").write_text("# Notes\n")
+    with pytest.raises(ValueError, match="run.test.jsonl: line 1 is not a step record"):
+        log_steps(tmp_path / "run.jsonl", 1, 2)
+    assert steps_of(tmp_path / "run.jsonl") == [1, 2] and len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("text", ["# Notes\n", '{"loss": 1.0}\n', "[1]\n", "notes without an end of line", '{"step": 1}\nx\n'])
