@@ -1,5 +1,6 @@
 """Ranks that are killed, that fail and that end well: what the others say, and when they end. The ranks hang as in a collective."""
 
+import errno
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megacp.argument_checks import ArgumentError
 from megacp.training import peer_watch
 from megacp.training.errors import explain_errors
 from megacp.training.initialize import _free_port
@@ -84,7 +86,7 @@ def fails(rank, world_size, folder):
     with explain_errors(is_first_rank=rank == 0), PeerWatch() as peers:
         peers.start_step(3, [])
         if rank == 1:
-            raise OSError("no room on this rank's disk")
+            raise OSError(errno.ENOSPC, "no room", "part")
         time.sleep(60)
 
 
@@ -92,7 +94,7 @@ def test_a_rank_with_an_error_of_its_own_tells_it_and_the_others_end(tmp_path):
     _, processes = start_ranks(fails, 3, tmp_path)
     assert exit_codes(processes) == [1, 1, 1]
     first, failed, last = said_in(tmp_path, range(3))
-    assert failed == "[rank 1] error: OSError: no room on this rank's disk\n"
+    assert failed == "[rank 1] error: OSError: [Errno 28] no room: 'part'\n"
     for text in (first, last):
         assert "rank 1 (host" in text and "ended during step 3 with an error of its own" in text
 
@@ -101,7 +103,7 @@ def all_fail(rank, world_size, folder):
     _speaks_into(folder, rank)
     with explain_errors(is_first_rank=rank == 0), PeerWatch():
         time.sleep(0.3 * rank)
-        raise ValueError(f"what rank {rank} found")
+        raise ArgumentError(f"what rank {rank} found")
 
 
 def test_an_error_that_all_ranks_find_is_told_by_each(tmp_path):
@@ -255,7 +257,7 @@ def fails_in_a_collective_of_others(rank, world_size, folder):
         peers.start_step(3, [])
         dist.barrier()
         if rank == 1:
-            raise OSError("no room on this rank's disk")
+            raise OSError(errno.ENOSPC, "no room", "part")
         dist.all_reduce(torch.ones(1))
 
 
@@ -263,7 +265,7 @@ def test_a_collective_that_failed_for_a_peers_error_has_no_traceback(tmp_path):
     _, processes = start_ranks(fails_in_a_collective_of_others, 2, tmp_path)
     assert exit_codes(processes) == [1, 1]
     waited, failed = said_in(tmp_path, range(2))
-    assert failed == "[rank 1] error: OSError: no room on this rank's disk\n"
+    assert failed == "[rank 1] error: OSError: [Errno 28] no room: 'part'\n"
     assert waited.count("\n") == 1 and "ended during step 3 with an error of its own, which it printed (here: " in waited
 
 
