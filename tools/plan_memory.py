@@ -45,6 +45,7 @@ from megacp.argument_checks import ArgumentError
 from megacp.arguments import COUNT
 from megacp.checkpointing.huggingface_config import PretrainedError
 from megacp.memory.units import GIB
+from megacp.model.layer_context import LEAST_TILE
 from megacp.planner import Job, table
 from megacp.training.activation_plans import GPU_SHARE
 from megacp.training.capacity import Outcome, fewest_gpus, kernel_limit, longest_context, parse_planned, plan_job
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--gpus", type=COUNT, metavar="N", help="GPUs of the job")
     question = parser.add_mutually_exclusive_group()
-    question.add_argument("--longest", action="store_true", help="the longest --seq-length that fits, to one MLP tile a rank")
+    question.add_argument("--longest", action="store_true", help=f"the longest --seq-length that fits, to {LEAST_TILE:,} tokens a rank or one MLP tile if that is less")
     question.add_argument("--fewest-gpus", action="store_true", help="the smallest number of GPUs that --seq-length fits on")
     question.add_argument("--rehearsal", nargs="+", metavar="FILE", help="reports of rehearsals: predicted against rehearsed peak")
     parser.add_argument("--measured", nargs="+", default=[], metavar="FILE", help="logs of real runs, one for each --rehearsal")

@@ -3,7 +3,7 @@
     args = parse_planned("--model llama3-8b --gpu-memory-gib 80 --activation-memory lean".split(), usage="…")
     outcome = plan_job(args, gpus=8, seq_length=5242880)
     outcome.prediction.device_bytes, outcome.problem                   # 42.1e9, None
-    longest_context(args, gpus=8)                    # tokens, a multiple of --mlp-tile-size x context size; its step; what ends it
+    longest_context(args, gpus=8)                    # tokens, a multiple of 8,192 or a tile x context size; its step; what ends it
     fewest_gpus(args, seq_length=5242880)
 
 Flags are checked, heads scheduled, plans chosen and memory counted by what training calls, for a GPU or, with --device cpu, for
@@ -27,6 +27,7 @@ from megacp.kernels.attention.calls import longest_document
 from megacp.memory.policy import DISK, LayerPlan, plan_of
 from megacp.memory.store import planned_bytes
 from megacp.memory.units import GIB
+from megacp.model.layer_context import LEAST_TILE
 from megacp.parallel_state import ParallelLayout
 from megacp.planner import Job, Prediction, choose_plans, predict
 from megacp.training.activation_plans import GPU_SHARE, activation_plans, check_budgets, memory_job
@@ -152,18 +153,19 @@ def kernel_limit(args: argparse.Namespace) -> int | None:
 
 
 def longest_context(args: argparse.Namespace, gpus: int, look: Callable[[int], None] = lambda tokens: None) -> tuple[int, int, str]:
-    """The longest --seq-length that fits, the step between lengths looked at, one MLP tile more on every rank, and what ends it.
+    """The longest --seq-length that fits, the step between lengths looked at, and what ends it: "memory" or "kernel".
 
-    That is "memory" or "kernel". `look` is told each length before it is counted, which may take a while.
+    A step is 8,192 tokens more on every rank, or one MLP tile if that is less. `look` is told each length before it is counted, which may take a while.
     """
-    tile, limit = tile_size_of(args, model_config_from_args(args)), kernel_limit(args)
-    step = tile * _context_size(args, gpus)
+    limit = kernel_limit(args)
+    of_rank = min(LEAST_TILE, tile_size_of(args, model_config_from_args(args)))
+    step = of_rank * _context_size(args, gpus)
     filled, job = job_of(args, gpus, step)
     ceiling = int(args.gpu_memory_gib * GIB) // job.unit  # a rank holds one hidden state of its tokens at least
     if limit is not None:
         if limit < step:
             raise ArgumentError(
-                f"--seq-length {step} is the least with --mlp-tile-size {tile}, and a GPU's attention kernels take "
+                f"--seq-length {step} is the least with {of_rank} tokens a rank, and a GPU's attention kernels take "
                 f"{limit:,} tokens of one document; a smaller --mlp-tile-size works"
             )
         ceiling = min(ceiling, limit // step)
@@ -184,7 +186,8 @@ def longest_context(args: argparse.Namespace, gpus: int, look: Callable[[int], N
 
     found = largest(fitting, guess, ceiling)
     if not found:
-        raise ArgumentError(f"not even --seq-length {step} fits: {plan_job(args, gpus, step).problem}")
+        problem = plan_job(args, gpus, step).problem
+        raise ArgumentError(f"not even --seq-length {step} fits: {problem}; with a smaller --mlp-tile-size shorter ones are tried")
     return found * step, step, "kernel" if limit is not None and found == limit // step else "memory"
 
 
@@ -230,7 +233,7 @@ def _taken(args: argparse.Namespace, job: Job) -> int:
 
 def _small_jobs(args: argparse.Namespace, job: Job) -> tuple[tuple[int, int], tuple[int, int]]:
     """Tokens of a rank and bytes taken, twice: none, which leaves states and weights, and a few tiles."""
-    few = replace(job, tokens=8 * max(job.query_chunk or 0, job.tile_size, job.loss_tile_size))
+    few = replace(job, tokens=8 * job.sequences * max(job.query_chunk or 0, job.tile_size, job.loss_tile_size))
     parts = predict(few, least_plans(args, few)).parts
     return (0, sum(parts.values()) - parts["buffers"] - parts["kept activations"]), (few.tokens, _taken(args, few))
 

@@ -83,6 +83,16 @@ def test_the_longest_fits_and_a_step_more_does_not(tool, capsys, memory):
     assert capacity.plan_job(args, 2, length + step).problem
 
 
+@pytest.mark.parametrize("flags", [
+    ("--gpus", "8", "--model", "llama3.2-1b", "--gpu-memory-gib", "4.6"),  # whose tiles are of 16,384 tokens
+    ("--gpus", "2", "--model", "llama-tiny", "--micro-batch-size", "3", "--gpu-memory-gib", "0.5"),
+])  # fmt: skip
+def test_the_longest_is_looked_for_in_steps_of_8192_tokens_a_rank(tool, capsys, flags):
+    assert tool.main(["--json", "--activation-memory", "lean", *flags, "--longest"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 8192 * int(flags[1]) and found["longest_seq_length"] >= found["step"]
+
+
 def test_the_longest_ends_where_no_kernel_takes_the_document(tool, capsys, monkeypatch):
     flags = ("--gpus", "2", "--gpu-memory-gib", "0.085", "--activation-memory", "gpu")
     _, by_memory, _ = answer(tool, capsys, *flags, "--longest")
