@@ -30,6 +30,7 @@ root=$(CDPATH='' cd -- "$(dirname "$0")/.." && pwd)
 . "$root/examples/measuring.sh"
 STOP_S=20                               # SIGKILL after so long for what a signal is to stop; measure_gpus.sh stops its own sooner
 
+help_asked "$@"
 [ $# -gt 0 ] || set -- plan 128k 512k 1m 5m stub longest
 check_one "$COUNT" 8 NPROC
 check_one "$COUNT" 1 LAYERS

@@ -18,6 +18,14 @@ TIME_LIMIT_S=${TIME_LIMIT_S:-1800}      # seconds of all; parts for which none a
 OUT=${OUT:-runs/measure-gpus}           # gets logs, reports, traces/NAME, all_to_all.json, summary.txt; a further run adds to them
 # PYTHON=/path/to/python takes that one as it is and installs nothing. Ctrl-C ends all that runs and tells what is done.
 set -uo pipefail
+check_heads() {  # of MODEL, where no flags give it others
+  local method
+  check_ranks
+  for method in $METHODS; do
+    [[ $method != upipe-* ]] || [ $((query_heads % ${method#upipe-})) -eq 0 ] ||
+      refuse "METHODS: $method does not divide the $query_heads heads of $MODEL; METHODS=upipe-$NPROC works"
+  done
+}
 root=$(CDPATH='' cd -- "$(dirname "$0")/.." && pwd)
 . "$root/examples/measuring.sh"
 GRACE_S=40                              # after SIGTERM ranks go on with their step, and torchrun kills them 30 s later
@@ -33,12 +41,14 @@ check_one "0|$COUNT" 3 REHEARSED_STEPS
 [ -z "$LINKS" ] || check_each "[0-9]{0,9}[1-9][0-9]{0,9}[kmgKMG]?" '"1M 64M"' LINKS
 check_one "$COUNT" 150 PART_LIMIT_S
 check_one "$COUNT" 1800 TIME_LIMIT_S
+help_asked "$@"
 check_flags "$@"
 
 if [ -z "${PYTHON:-}" ]; then . "$root/examples/setup_env.sh" || exit 1; fi
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 look_around
 NPROC=${NPROC:-$((gpus > 1 ? gpus : 2))}
+[[ " $*" == *" --num-attention-heads"* || " $*" == *" --num-query-groups"* ]] || check_heads
 check_gpus "$device"
 [ "$NPROC" -gt 1 ] || [ -z "$LINKS" ] || refuse "NPROC=1 has no links to measure; NPROC=2 works, or LINKS="
 for length in $LENGTHS; do
@@ -106,7 +116,7 @@ steps() {  # steps NAME FLAGS...: training on all ranks, its rehearsal, what the
   local measured=$OUT/$1.jsonl rehearsal=$OUT/$1.rehearsal.json
   shift
   local flags=(--model "$MODEL" --context-parallel-size "$NPROC" "${data[@]}" "$@")
-  rm -rf "$OUT/traces/$name" "$measured" "$rehearsal"
+  rm -rf "$OUT/traces/$name" "$measured" "$rehearsal" "$OUT/$name".{trace,rehearsal,compared}.log
   part "$name" "${ranks[@]}" "$root/pretrain_llama.py" "${flags[@]}" --train-iters "$STEPS" --log-jsonl "$measured" \
     --profile --profile-step-start "$STEPS" --profile-step-end $((STEPS + 1)) --profile-dir "$OUT/traces/$name" &&
     part "$name.trace" "$PYTHON" "$root/tools/trace_summary.py" "$OUT/traces/$name"/*.json.gz && cat "$OUT/$name.trace.log"

@@ -1,5 +1,6 @@
 # Sourced by measure_gpus.sh and llama3_8b_8gpu_5m.sh: what is checked before they begin, and how they are stopped.
 #   refuse WHAT...                        says so and exits with 2
+#   help_asked WORDS...                   prints the head of the script and ends it if -h or --help is among the words
 #   check_one PATTERN VALUE NAME...       variables that are one word of that pattern; VALUE is what works
 #   check_each PATTERN VALUE NAME...      variables that are one word or more, each of that pattern
 #   check_flags FLAGS...                  flags for the steps of measure_gpus.sh; leaves their --device in device, in data the flag
@@ -19,6 +20,13 @@ export MEASURED_BY=$$                   # in the environment of all that is star
 refuse() {
   echo "${0##*/}: $*" >&2
   exit 2
+}
+
+help_asked() {
+  local word
+  for word in "$@"; do
+    [[ $word != -h && $word != --help ]] || { sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p}' "$0"; exit 0; }
+  done
 }
 
 check_one() {

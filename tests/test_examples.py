@@ -155,6 +155,8 @@ REFUSED = [
     ({"METHODS": " "}, [], "METHODS="),
     ({"METHODS": "upipe ring"}, [], "METHODS: ring"),
     ({"METHODS": "upipe-3"}, [], "METHODS=upipe-2 works"),
+    ({"METHODS": "upipe-6", "MODEL": "llama-tiny"}, [], "upipe-6 does not divide the 8 heads of llama-tiny; METHODS=upipe-2 works"),
+    ({"NPROC": "16", "MODEL": "llama-tiny", "LENGTHS": "4096"}, ["--device", "cpu"], "NPROC=8 works"),
     ({"PREFETCH": "2"}, [], 'PREFETCH="0 1" works'),
     ({"STEPS": "abc"}, [], "STEPS=5 works"),
     ({"STEPS": "0"}, [], "STEPS=5 works"),
@@ -186,6 +188,12 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(measuring, give
     assert done.returncode == 2 and said in done.stderr and done.stdout == "", done.stdout + done.stderr
     assert done.stderr.count("\n") == 1
     assert not log.exists() or [line for line in log.read_text().splitlines() if "device_count" not in line] == []
+
+
+@pytest.mark.parametrize("script", ["measure_gpus.sh", "llama3_8b_8gpu_5m.sh"])
+def test_help_is_the_head_of_the_script(script):
+    done = bash([f"examples/{script}", "--help"], {})
+    assert done.returncode == 0 and f"bash examples/{script}" in done.stdout and "NPROC=" in done.stdout and "set -" not in done.stdout
 
 
 STUB = "--rehearse-attention stub"

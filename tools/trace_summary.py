@@ -335,6 +335,10 @@ def main(argv: list[str] | None = None) -> int:
     for path in args.traces:
         try:
             summaries.append(summarize(read_trace(path)))
+        except IsADirectoryError:
+            print(f"trace_summary: {path} is a directory; {Path(path) / '*.json.gz'} works", file=sys.stderr)
+        except FileNotFoundError:
+            print(f"trace_summary: there is no {path}; traces are in the --profile-dir of pretrain_llama.py", file=sys.stderr)
         except (OSError, ValueError) as error:
             print(f"trace_summary: {error}", file=sys.stderr)
     if args.json:

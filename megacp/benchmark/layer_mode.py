@@ -79,6 +79,12 @@ def cases(args: argparse.Namespace) -> list[LayerCase]:
         raise ArgumentError(f"--layers {args.layers} with --warmup 0: memory is measured in the first repetition, with one layer; --warmup 1 works")
     if "disk" in args.activation_memory and args.disk_offload_dir is None:
         raise ArgumentError("--activation-memory disk needs --disk-offload-dir DIR, a directory on a local disk")
+    elsewhere = [memory for memory in args.activation_memory if memory != "gpu"]
+    if "none" in args.recompute_granularity and elsewhere:
+        raise ArgumentError(
+            f"--recompute-granularity none keeps all on the GPU, which --activation-memory {elsewhere[0]} contradicts; selective or "
+            "--activation-memory gpu works"
+        )
     grid = itertools.product(
         sorted(args.seq_length), args.documents, args.activation_memory, args.recompute_granularity, stages,
         args.upipe_prefetch, tiled,

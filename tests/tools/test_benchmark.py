@@ -93,6 +93,7 @@ def test_a_budget_of_no_time_measures_nothing_and_says_so(tool, capsys):
         ("--query-chunk 300", "--query-chunk 300 is not a multiple of --mlp-tile-size 256; 512 is"),
         ("--documents 4K --seq-length 1K", "--documents 4096 are more than --seq-length 1024"),
         ("--activation-memory disk", "--disk-offload-dir DIR"),
+        ("--activation-memory gpu host --recompute-granularity none", "--activation-memory host contradicts"),
         ("--model llama-tinny", "llama-tiny is the nearest"),
         (f"--out {TOOL}", f"--out {TOOL}: {TOOL} is a file, not a folder"),
     ],

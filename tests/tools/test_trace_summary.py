@@ -199,6 +199,9 @@ def test_what_is_no_trace_is_named(tmp_path, capsys, name, content):
     assert tool.main([str(path)]) == 1
     assert str(path) in capsys.readouterr().err
     assert tool.main([str(tmp_path / "absent")]) == 1
+    assert "--profile-dir" in capsys.readouterr().err
+    assert tool.main([str(tmp_path)]) == 1
+    assert f"{tmp_path / '*.json.gz'} works" in capsys.readouterr().err
 
 
 def test_a_bad_trace_keeps_none_of_the_others_from_being_told(tmp_path, capsys):
