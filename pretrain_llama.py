@@ -109,7 +109,7 @@ def main() -> int:
             elif args.rehearse_world_size:
                 print(rehearse(args, config, layout, schedule, model, device, dtype, data, computing).table(), flush=True)
             else:
-                with PeerWatch(resume=args.save, timeout=timeout) as peers:
+                with PeerWatch(timeout=timeout) as peers:
                     train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank, peers)
         shut_down_distributed()
     return outcome.exit_code
@@ -126,6 +126,7 @@ def train(args, config, layout, schedule, model, device, dtype, data, pretrained
     with step_watchers(args, model, optimizer, device, console=is_first_rank) as watchers:
         watchers = [peers, *watchers]
         run = TrainingRun(args, config, settings, model, optimizer, data.train, data.eod, device, dtype, evaluator, watchers=watchers)
+        peers.checkpoint = lambda: args.save if run.saved_in == args.save else None
         for line in run.resume():
             if is_first_rank:
                 print(line, flush=True)

@@ -64,6 +64,7 @@ class TrainingRun:
     iteration: int = 0
     consumed_samples: int = 0
     saved_iteration: int = 0  # the last one that a checkpoint holds
+    saved_in: str | None = None  # the folder of that checkpoint
     attention_backend: str = ""  # of the last step; depends on its documents
 
     def __post_init__(self):
@@ -80,7 +81,7 @@ class TrainingRun:
             return [f"--load {directory} holds no checkpoint: starting from {start}"]
         state = load_checkpoint(directory, self.model, self.optimizer)
         self.iteration, self.consumed_samples = state["iteration"], state["consumed_samples"]
-        self.saved_iteration = self.iteration
+        self.saved_iteration, self.saved_in = self.iteration, directory
         lines = [f"loaded {directory}, step {self.iteration}, {self.consumed_samples:,} samples consumed"]
         if self.iteration >= self.args.train_iters:
             more = self.iteration + self.args.train_iters
@@ -203,7 +204,7 @@ class TrainingRun:
             "args": {name: value for name, value in vars(self.args).items() if not name.startswith("_")},
         }
         save_checkpoint(self.args.save, self.iteration, self.model, self.optimizer, state, keep=self.args.ckpt_keep)
-        self.saved_iteration = self.iteration
+        self.saved_iteration, self.saved_in = self.iteration, self.args.save
 
     def _record(self, result: StepResult, rate: float, seconds: float) -> StepRecord:
         tokens = self.args.global_batch_size * self.args.seq_length

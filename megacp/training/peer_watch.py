@@ -1,7 +1,9 @@
 """Notices that another rank or the launcher is gone, and ends this one with a message, whatever its main thread is waiting in.
 
-    with PeerWatch(resume="ckpt", timeout=timeout) as peers:         # by every rank, once the groups exist
-        TrainingRun(..., watchers=[peers]).train(logger)
+    with PeerWatch(timeout=timeout) as peers:                        # by every rank, once the groups exist
+        run = TrainingRun(..., watchers=[peers])
+        peers.checkpoint = lambda: run.saved_in
+        run.train(logger)
 
     [rank 0] error: rank 3 (host node-1, pid 4711) ended during step 12 without a word: it crashed, or was killed, …
 
@@ -27,6 +29,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,13 +74,14 @@ class Peer:
 class PeerWatch:
     """A context manager and a watcher of the training loop. Alone, a rank has only torchrun to watch, if that started it.
 
-    `resume`: what --load could go on from, for the message. `timeout`: of a collective. Raises ConnectionError when the ranks
-    cannot reach rank 0, and, in place of torch's error, CollectiveTimeout for a collective that timed out in the block.
+    `timeout`: of a collective. `checkpoint` tells for the message what --load could go on from, None when nothing was saved; it is
+    called when a peer is gone, and its disk perhaps with it, so it must not look there. Raises ConnectionError when the ranks cannot
+    reach rank 0, and, in place of torch's error, CollectiveTimeout for a collective that timed out in the block.
     """
 
-    def __init__(self, resume: str | None = None, timeout: timedelta = timedelta(minutes=10)):
+    def __init__(self, timeout: timedelta = timedelta(minutes=10), checkpoint: Callable[[], str | None] = lambda: None):
         self._rank, self._where, self._timeout = dist.get_rank(), "before the first step", timeout
-        self._advice = f"; --load {resume} goes on from the last checkpoint there" if resume else ""
+        self.checkpoint = checkpoint
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._said: set[int] = set()  # ranks that told of their end
         self._failed: tuple[int, float] | None = None  # the first rank that said so, and when this one must have ended
@@ -274,7 +278,7 @@ class PeerWatch:
     def _end_saying(self, text: str) -> None:
         """Tells it and ends this process, unless that is about to end by an error of its own. `print` has a lock others may hold."""
         if not self._cause_told.is_set():
-            os.write(2, f"[rank {self._rank}] error: {text}{self._advice}\n".encode())
+            os.write(2, f"[rank {self._rank}] error: {text}{self._advice()}\n".encode())
             self._cause_told.set()
         if not self._failing:
             time.sleep(HEARING_SECONDS if self._rank == 0 else 0.0)
@@ -290,8 +294,12 @@ class PeerWatch:
         late = self._quiet_text() if self._quiet else alive
         return (
             f"a collective timed out {self._where}, after {minutes_text(self._timeout)} (--distributed-timeout-minutes sets it); "
-            f"{late}{self._advice}"
+            f"{late}{self._advice()}"
         )
+
+    def _advice(self) -> str:
+        folder = self.checkpoint()
+        return f"; --load {folder} goes on from the last checkpoint there" if folder else ""
 
 
 def _say_no_more(connection: socket.socket) -> None:

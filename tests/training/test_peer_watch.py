@@ -23,6 +23,7 @@ from megacp.training.errors import explain_errors
 from megacp.training.initialize import _free_port
 from megacp.training.peer_watch import PeerWatch
 from tests.distributed import run_distributed, start_ranks
+from tests.test_pretrain import MODEL, _main_with_own_group
 
 ROOT = Path(__file__).parents[2]
 SOON = 15.0  # seconds, on a busy machine
@@ -59,7 +60,7 @@ def hang(folder, rank, world_size):
 def killed(rank, world_size, folder):
     _speaks_into(folder, rank)
     signal.signal(signal.SIGTERM, lambda *_: None)  # a wish to stop after the step
-    with PeerWatch(resume="ckpt") as peers:
+    with PeerWatch(checkpoint=lambda: "ckpt") as peers:
         peers.start_step(12, [])
         hang(folder, rank, world_size)
 
@@ -130,6 +131,29 @@ def test_a_collective_that_failed_for_want_of_a_peer_leaves_the_word_to_its_end(
         assert text.count("\n") == 1 and "rank 1 (host" in text and "ended during step 1 without" in text
 
 
+def what_could_be_loaded(rank, world_size, flags):
+    """At the beginning of each step of a run of the entry point."""
+    import pretrain_llama
+
+    heard = []
+
+    class Listening(PeerWatch):
+        def start_step(self, step, batches):
+            super().start_step(step, batches)
+            heard.append(self.checkpoint())
+
+    pretrain_llama.PeerWatch = Listening
+    _main_with_own_group(rank, world_size, flags)
+    return heard
+
+
+def test_a_checkpoint_to_go_on_from_is_named_once_there_is_one(tmp_path):
+    folder = str(tmp_path / "ckpt")
+    flags = [*MODEL, "--mock-data", "--save", folder, "--load", folder, "--save-interval", "2", "--lr-decay-iters", "6"]
+    assert run_distributed(what_could_be_loaded, 1, [*flags, "--train-iters", "4"]) == [[None, None, folder, folder]]
+    assert run_distributed(what_could_be_loaded, 1, [*flags, "--train-iters", "5"]) == [[folder]]
+
+
 def many_rounds(rank, world_size):
     for round_ in range(20):
         with PeerWatch() as peers:
@@ -198,7 +222,7 @@ LIMIT = timedelta(seconds=3)  # of a collective
 def stopped(rank, world_size, folder, victim, how):
     _speaks_into(folder, rank)
     group = dist.new_group(timeout=LIMIT)
-    with explain_errors(is_first_rank=rank == 0), PeerWatch(resume="ckpt", timeout=LIMIT) as peers:
+    with explain_errors(is_first_rank=rank == 0), PeerWatch(timeout=LIMIT, checkpoint=lambda: "ckpt") as peers:
         peers.start_step(12, [])
         (folder / f"in{rank}").touch()
         if rank == victim and how == "stopped":
@@ -321,7 +345,7 @@ import sys, time
 import torch.distributed as dist
 from megacp.training.peer_watch import PeerWatch
 dist.init_process_group("gloo")
-with PeerWatch(resume="ckpt") as peers:
+with PeerWatch(checkpoint=lambda: "ckpt") as peers:
     peers.start_step(7, [])
     open(f"{sys.argv[1]}/in{dist.get_rank()}", "w").close()
     time.sleep(60)
