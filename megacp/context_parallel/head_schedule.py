@@ -105,26 +105,6 @@ class HeadSchedule:
         first = rank // self.kv_copies * self.kv_heads_per_rank
         return range(first + stage.kv_start, first + stage.kv_stop)
 
-    def query_rows(self, stage: Stage, rank: int, head_dim: int) -> range:
-        """Rows of the query weight `[H·D, d]` that make `query_heads(stage, rank)`."""
-        heads = self.query_heads(stage, rank)
-        return range(heads.start * head_dim, heads.stop * head_dim)
-
-    def kv_rows(self, stage: Stage, rank: int, head_dim: int) -> range:
-        """Rows of the key (or value) weight `[K·D, d]` that make `new_kv_heads(stage, rank)`."""
-        heads = self.new_kv_heads(stage, rank)
-        return range(heads.start * head_dim, heads.stop * head_dim)
-
-    def forward_bytes(self, stage: Stage, tokens_per_rank: int, head_dim: int, itemsize: int) -> dict[str, int]:
-        """Bytes that one rank sends to the others in the forward of `stage`: `{"q": …, "kv": …, "o": …}`.
-
-        The share that stays on the rank is not counted. The backward sends `2q + 2o + 2kv`-sized messages: q, o and do
-        out, dq back, k and v out when new, dk and dv back when released.
-        """
-        per_head = (self.ulysses_degree - 1) * tokens_per_rank * head_dim * itemsize
-        q_bytes = stage.num_queries * per_head
-        return {"q": q_bytes, "kv": 2 * stage.num_new_kv * per_head, "o": q_bytes}
-
 
 @lru_cache
 def build_head_schedule(num_heads: int, num_kv_heads: int, ulysses_degree: int, heads_per_stage: int) -> HeadSchedule:

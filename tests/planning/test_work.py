@@ -58,11 +58,13 @@ def test_attention_is_a_ranks_share_of_all_heads_and_pairs(changes):
 def test_messages_are_those_of_the_schedule(changes):
     job = job_of(**changes)
     layer = layer_peaks(job, LayerPlan())
-    per_stage = [stage_bytes for stage in job.schedule.stages for stage_bytes in [job.schedule.forward_bytes(stage, T, 32, 2)]]
-    q, kv, o = (sum(stage[name] for stage in per_stage) for name in ("q", "kv", "o"))
+    q, k = (  # bytes that rank 0 sends to the others
+        sum(len(heads_of(stage, rank)) for stage in job.schedule.stages for rank in range(1, RANKS)) * T * 32 * 2
+        for heads_of in (job.schedule.query_heads, job.schedule.new_kv_heads)
+    )
     sent_to_others = (RANKS - 1) / RANKS
-    assert flops(layer.forward_work.messages) * sent_to_others == q + kv + o
-    assert flops(layer.backward_work.messages) * sent_to_others == 2 * q + 2 * o + 2 * kv
+    assert flops(layer.forward_work.messages) * sent_to_others == q + 2 * k + q  # q, k and v, o
+    assert flops(layer.backward_work.messages) * sent_to_others == 4 * q + 4 * k  # q, o, do, dq; k, v, dk, dv
 
 
 def test_copies_of_what_is_kept_elsewhere():
