@@ -92,14 +92,15 @@ def main() -> int:
             check_activations(job, own_room, args.activation_memory, available_host_bytes())
             if args.optimizer_cpu_offload and device.type == "cuda":
                 prepare_host(job, own_room, available_host_bytes())
-        step_seconds = predicted_step_seconds(args, config, layout, device_peak_flops(device))
+        peak = device_peak_flops(device, args.device_peak_tflops)
+        step_seconds = predicted_step_seconds(args, config, layout, peak, device)
         timeout = collective_timeout(args.distributed_timeout_minutes, step_seconds)
         notes += launcher_notes(step_seconds)
         if not args.dry_run and not args.rehearse_world_size:
             notes += limit_notes(args.gpu_memory_limit_gib, device)
         notes += filter(None, [stages_note(args, job, plans, device)])
         if is_first_rank:
-            print(startup_summary(args, layout, job, plans, device, data, timeout, notes), flush=True)
+            print(startup_summary(args, layout, job, plans, device, peak, data, timeout, notes), flush=True)
         faked = args.dry_run or args.rehearse_world_size
         initialize_distributed(layout, device, timeout, fake_rank=rank if faked else None)
         model = build_model(config, parallel_state.get_data_context_mesh(), dtype, args.optimizer_cpu_offload)

@@ -388,6 +388,8 @@ def _add_logging(parser):
     add("--log-interval", type=COUNT, default=1, metavar="STEPS", help="steps per line on the console")
     add("--tensorboard-dir", metavar="DIR", help="where TensorBoard events go")
     add("--log-jsonl", metavar="FILE", help="one JSON object a step")
+    add("--device-peak-tflops", type=POSITIVE, metavar="X",
+        help="dense peak of a GPU, or of a rank on a CPU, at the precision of the compute, for MFU (default: bf16's, of GPUs that are known)")  # fmt: skip
     add("--record-memory-history", metavar="FILE", help="the first rank's GPU allocations, for docs.pytorch.org/memory_viz")
     add("--progress-interval", type=POSITIVE_OR_ZERO, default=30.0, metavar="SECONDS",
         help="a step that takes longer shows how far it is: in place on a terminal, else a line every so often; 0: never")  # fmt: skip

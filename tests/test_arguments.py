@@ -292,7 +292,8 @@ def test_vocabulary_smaller_than_the_tokenizer():
     [
         ["--mlp-tile-size", "0"], ["--loss-tile-size", "-1"], ["--ckpt-keep", "0"], ["--lr", "0"], ["--lr", "nan"],
         ["--adam-beta1", "1"], ["--clip-grad", "-1"], ["--train-iters", "1.5"], ["--rope-scaling-factor", "0.5"],
-        ["--log-interval", "0"], ["--distributed-timeout-minutes", "-1"], ["--cp-comm-type", "p2p"], ["--seq", "8"],
+        ["--log-interval", "0"], ["--device-peak-tflops", "0"],
+        ["--distributed-timeout-minutes", "-1"], ["--cp-comm-type", "p2p"], ["--seq", "8"],
     ],
 )  # fmt: skip
 def test_a_value_outside_its_range_ends_with_the_flag_and_the_range(flags, capsys):

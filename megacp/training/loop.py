@@ -212,11 +212,14 @@ class TrainingRun:
         return StepRecord.measured(
             step=self.iteration, loss=result.loss, grad_norm=result.grad_norm, lr=rate, tokens=tokens,
             valid_tokens=result.valid_tokens, step_time_s=seconds, world_size=dist.get_world_size(),
-            model_flops=model_flops_per_step(self.config, tokens, result.attention_pairs), peak=device_peak_flops(self.device),
+            model_flops=model_flops_per_step(self.config, tokens, result.attention_pairs),
+            peak=device_peak_flops(self.device, self.args.device_peak_tflops),
             peak_memory_bytes=None if phases is None else max(phases.values()), phase_memory_bytes=phases,
         )  # fmt: skip
 
 
-def device_peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of the device, FLOP/s; None on a CPU or an unknown GPU."""
+def device_peak_flops(device: torch.device, stated_tflops: float | None) -> float | None:
+    """Dense peak of the device, FLOP/s: as stated, else of bf16; None on a CPU or an unknown GPU."""
+    if stated_tflops is not None:
+        return stated_tflops * 1e12
     return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

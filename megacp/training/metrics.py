@@ -73,11 +73,13 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for pattern, peak in PEAK_FLOPS if re.search(rf"\b{pattern}", device_name)), None)
 
 
-def convention_text(peak: float | None) -> str:
-    """How the throughput figures are counted, for the log's head."""
-    against = "no MFU: the device's bf16 peak is not known" if peak is None else (
-        f"MFU against {peak / 1e12:.0f} TFLOP/s, the device's dense bf16 peak"
-    )  # fmt: skip
+def convention_text(peak: float | None, stated: bool = False) -> str:
+    """How the throughput figures are counted, for the log's head. `stated`: by --device-peak-tflops."""
+    if peak is None:
+        against = "no MFU: the device's peak is not known, --device-peak-tflops can tell it"
+    else:
+        what = "as --device-peak-tflops says" if stated else "the device's dense bf16 peak"
+        against = f"MFU against {peak / 1e12:,.4g} TFLOP/s, {what}"
     return (
         "model FLOPs: 6 x matmul weights x tokens (output head counted, embedding lookup not) + 12 x heads x head dim x layers "
         f"x sum of n(n+1)/2 over documents (causal, per document); recompute not counted; {against}"

@@ -16,25 +16,26 @@ from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
 from megacp.parallel_state import ParallelLayout
 from megacp.planner import Job, predict, table
-from megacp.training.metrics import convention_text, minutes_text, model_flops_per_step, peak_flops
+from megacp.training.metrics import convention_text, minutes_text, model_flops_per_step
 from megacp.training.training_data import TrainingData
 
-# Model FLOP/s that a step is assumed to reach when only its order of magnitude matters (time limits).
+# What a step is assumed to reach when only its order of magnitude matters (time limits): a share of the peak. A CPU's is what one
+# core may give; a GPU that is not known is taken for a slow one, below L4 (121 TFLOP/s) and H20 (148): a limit may be too long.
 ASSUMED_SHARE_OF_PEAK = 0.3
-ASSUMED_CPU_FLOPS = 5e9
+ASSUMED_CPU_FLOPS = 5e9  # reached, not peak
+ASSUMED_GPU_PEAK_FLOPS = 1e14
 
 
 def startup_summary(
-    args: argparse.Namespace, layout: ParallelLayout, job: Job, plans: list[LayerPlan], device: torch.device, data: TrainingData,
-    timeout: timedelta, notes: list[str],
+    args: argparse.Namespace, layout: ParallelLayout, job: Job, plans: list[LayerPlan], device: torch.device, peak: float | None,
+    data: TrainingData, timeout: timedelta, notes: list[str],
 ) -> str:  # fmt: skip
-    """The lines printed at start; `notes` come last, each as a warning."""
+    """The lines printed at start; `notes` come last, each as a warning. `peak`: of the device, FLOP/s, for MFU."""
     config, schedule = job.config, job.schedule
     context, data_size = layout.context_parallel_size, layout.data_parallel_size
     tied = "untied" if config.untie_embeddings_and_output_weights else "tied"
     accumulation = args.global_batch_size // (args.micro_batch_size * data_size)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    peak = peak_flops(name) if device.type == "cuda" else None
     memory = predict(job, plans)
     parts = ", ".join(f"{part} {bytes_ / GIB:.2f}" for part, bytes_ in memory.parts.items())
     elsewhere = "".join(
@@ -55,7 +56,7 @@ def startup_summary(
         "data": data.description,
         **({"evaluation": evaluation_summary(args, data)} if args.eval_interval else {}),
         "timeout": f"{minutes_text(timeout)} for a collective",
-        "counting": convention_text(peak),
+        "counting": convention_text(peak, stated=args.device_peak_tflops is not None),
     }
     return "\n".join([f"{key:10} {text}" for key, text in lines.items()] + [f"{'note':10} {note}" for note in notes])
 
@@ -78,10 +79,12 @@ def evaluation_summary(args: argparse.Namespace, data: TrainingData) -> str:
 
 
 def predicted_step_seconds(
-    args: argparse.Namespace, config: ModelConfig, layout: ParallelLayout, peak: float | None
+    args: argparse.Namespace, config: ModelConfig, layout: ParallelLayout, peak: float | None, device: torch.device
 ) -> float:
-    """A rough, pessimistic step time: whole sequences without document borders at a low share of the peak."""
+    """A rough, pessimistic step time: whole sequences without document borders at a low share of the peak, FLOP/s, if known."""
     pairs = args.seq_length * (args.seq_length + 1) // 2
     flops = model_flops_per_step(config, args.global_batch_size * args.seq_length, args.global_batch_size * pairs)
-    rate = ASSUMED_SHARE_OF_PEAK * peak if peak else ASSUMED_CPU_FLOPS
+    if peak is None and device.type == "cuda":
+        peak = ASSUMED_GPU_PEAK_FLOPS
+    rate = ASSUMED_CPU_FLOPS if peak is None else ASSUMED_SHARE_OF_PEAK * peak
     return flops / layout.world_size / rate

@@ -106,7 +106,9 @@ def test_peaks_are_of_the_cards_that_reach_them():
 
 def test_the_convention_is_said_with_and_without_a_peak():
     assert "causal, per document" in convention_text(989e12) and "989 TFLOP/s" in convention_text(989e12)
-    assert "no MFU" in convention_text(None)
+    assert "no MFU" in convention_text(None) and "--device-peak-tflops" in convention_text(None)
+    assert "MFU against 2,250 TFLOP/s, the device's" in convention_text(2250e12)
+    assert convention_text(362.5e12, stated=True).endswith("MFU against 362.5 TFLOP/s, as --device-peak-tflops says")
 
 
 # --------------------------------------------------------------------------------------------------------------- records
