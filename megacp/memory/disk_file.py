@@ -16,8 +16,9 @@ import tempfile
 import weakref
 from collections.abc import Callable
 
+from megacp.memory.units import GIB
+
 PAGE = 4096  # bytes: what direct I/O wants positions, lengths and addresses to be multiples of
-GIB = 2**30
 
 
 class DiskError(RuntimeError):

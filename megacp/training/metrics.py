@@ -32,10 +32,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
 
+from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
 from megacp.training.position_loss import EvaluationRecord
 
-GIB = 2**30
 RECORD_START = '{"step": '
 EVALUATED_PARTS = {"valid": "eval", "test": "test"}  # how console and TensorBoard call them
 

@@ -26,13 +26,7 @@ NORM_CHUNK = 16384  # elements summed in fp32 before float64 takes over
 
 
 def build_optimizer(
-    model: nn.Module,
-    *,
-    lr: float,
-    weight_decay: float,
-    betas: tuple[float, float],
-    eps: float,
-    fused: bool = True,
+    model: nn.Module, *, lr: float, weight_decay: float, betas: tuple[float, float], eps: float
 ) -> torch.optim.AdamW:
     """AdamW with decoupled weight decay on tensors of two dimensions and more, none on vectors (norm weights, biases).
 
@@ -44,7 +38,7 @@ def build_optimizer(
         {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": weight_decay},
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=fused)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True)
 
 
 @torch.no_grad()
