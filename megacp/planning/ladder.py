@@ -32,7 +32,7 @@ PARTS = (
 )  # fmt: skip
 HIDDEN_STATES = ("hidden state", "residual gradient", "dxn")  # [T, d] of one layer
 EMBEDDING_GRADIENT = ("gradient of the embedding", "sums by token")
-IN_TILES = ("projection tile", "MLP tile", "output projection tile", "staging of copies", "weight gradient of a tile")
+IN_TILES = ("projection tile", "MLP tile", "output projection tile", "staging of copies")
 
 
 @dataclass(frozen=True)
