@@ -24,6 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megacp.data.files import flush_to_disk
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document indices (documents + 1)
@@ -255,9 +257,3 @@ def _memory_map(path: Path) -> np.ndarray:
     if path.stat().st_size == 0:
         return np.empty(0, dtype=np.uint8)
     return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
-
-
-def flush_to_disk(file) -> None:
-    """What was written survives a power cut."""
-    file.flush()
-    os.fsync(file.fileno())

@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from megacp.data.document_groups import groups_beside
+from megacp.data.files import file_sha256, flush_to_disk
 from megacp.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION, DatasetError, IndexedDataset
 from megacp.data.manifest import MANIFEST, Manifest, read_manifest
 from megacp.data.packing_plan import check_output_prefix
-from megacp.data.verification import common_tokenizer, file_sha256
+from megacp.data.verification import common_tokenizer
 
 _COPY_BYTES = 1 << 24
 
@@ -45,12 +46,10 @@ def merge_datasets(prefixes: list[str], output: str, progress: Callable[[str], N
             for indexed in datasets:
                 _copy_tokens(indexed, tokens, dtype)
                 progress(f"{indexed.prefix}: {indexed.num_documents:,} documents, {indexed.num_tokens:,} tokens")
-            tokens.flush()
-            os.fsync(tokens.fileno())
+            flush_to_disk(tokens)
         with open(temporary[".idx"], "wb") as index:
             _write_index(datasets, index, dtype, code)
-            index.flush()
-            os.fsync(index.fileno())
+            flush_to_disk(index)
         groups = [groups_beside(prefix) for prefix in prefixes]
         if all(groups):
             _concatenate(groups, temporary[".groups"])

@@ -32,6 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megacp.data.files import file_sha256, flush_to_disk, sync_folder
 from megacp.data.indexed_dataset import DatasetError, IndexedDataset
 from megacp.data.packing import Packing
 
@@ -117,13 +118,15 @@ def write_plan(
             "counts": dataclasses.asdict(packing.accounting),
             "sha256": checksums,
         }
-        _write_durably(working / PLAN_FILE, json.dumps(meta, indent=1).encode())
-        _sync_folder(working)
+        with open(working / PLAN_FILE, "wb") as file:
+            file.write(json.dumps(meta, indent=1).encode())
+            flush_to_disk(file)
+        sync_folder(working)
         os.rename(working, final)
     except BaseException:
         shutil.rmtree(working, ignore_errors=True)
         raise
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
 
 
 def read_meta(folder: str | os.PathLike) -> dict:
@@ -264,25 +267,5 @@ def _write_array(path: Path, values: np.ndarray) -> str:
     """Returns the sha256 of the file."""
     with open(path, "wb") as file:
         np.save(file, np.ascontiguousarray(values, dtype="<i8"))
-        file.flush()
-        os.fsync(file.fileno())
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        flush_to_disk(file)
+    return file_sha256(path)

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megacp.data.indexed_dataset import DatasetError, IndexedDatasetBuilder, flush_to_disk
+from megacp.data.files import file_sha256, flush_to_disk, sync_folder
+from megacp.data.indexed_dataset import DatasetError, IndexedDatasetBuilder
 from megacp.data.manifest import MANIFEST, Manifest
-from megacp.data.verification import file_sha256
 
 DIGEST_BYTES = 16
 
@@ -74,7 +74,7 @@ class PartialDataset(IndexedDatasetBuilder):
         if not records:
             self._journal.write(json.dumps({"options": options}).encode() + b"\n")
             flush_to_disk(self._journal)
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
 
     def _open_files(self) -> None:
         self._bin_temporary, self._idx_temporary = self.folder / "tokens", self.folder / "index"
@@ -160,7 +160,7 @@ class PartialDataset(IndexedDatasetBuilder):
                 os.replace(self.folder / name, f"{self.prefix}{ending}")
         if not self.last["groups"]:  # those of an older dataset of this name are not this one's
             Path(f"{self.prefix}.groups").unlink(missing_ok=True)
-        _sync_folder(self.folder.parent)
+        sync_folder(self.folder.parent)
         self._done = True
         return Manifest.from_dict(self.last["manifest"])
 
@@ -199,11 +199,3 @@ def _open_at(path: Path, size: int):
     file.truncate(size)
     file.seek(size if path.name == "tokens" else 0)
     return file
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

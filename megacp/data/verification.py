@@ -6,11 +6,9 @@
 Opening either already checks the index against the file sizes; these read the rest. Both raise DatasetError with what is wrong.
 """
 
-import hashlib
-import os
-
 import numpy as np
 
+from megacp.data.files import file_sha256
 from megacp.data.indexed_dataset import SCAN_TOKENS, DatasetError, IndexedDataset
 from megacp.data.manifest import MANIFEST, read_manifest
 from megacp.data.packing_plan import ARRAYS, PackingPlan
@@ -115,14 +113,6 @@ def verify_plan(folder: str, vocab_size: int | None = None) -> list[str]:
         f"each of {packed:,} tokens comes once; {left_out:,} were left out as asked; {int(plan.label_counts.sum()):,} labels",
         "checksums of the arrays and fingerprints of the datasets hold",
     ]
-
-
-def file_sha256(path: str | os.PathLike) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _require(plan: PackingPlan, holds: bool, otherwise: str) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megacp.memory.units import GIB
+
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
-GIB = 2**30
 
 
 def rehearse(limit, report):
