@@ -7,7 +7,9 @@
 Memory that Linux has promised and cannot give ends a process without a word, hence the look beforehand.
 """
 
+import math
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -17,7 +19,10 @@ from megacp.memory.store import planned_bytes
 from megacp.memory.units import GIB
 from megacp.planner import STATE_BYTES, Job
 from megacp.planning.host_states import host_state_bytes
+from megacp.training.initialize import launched_world_size
 
+# Processes that another launcher than torchrun started, mpirun and srun: on this host ("8(x2),4" for three hosts) and on all.
+TASKS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"), ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"))
 MOST_RANKS = 4096
 # Limit and use of a group of processes, of cgroups version 2 and 1; files kept in memory make room when asked.
 CGROUP_FILES = {
@@ -81,7 +86,18 @@ def update_threads() -> int:
 
 
 def _local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """Ranks that share this host: as torchrun says, or this host's share by another launcher's word, or one for each GPU here.
+
+    A script that starts ranks itself may set LOCAL_WORLD_SIZE.
+    """
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    ranks = launched_world_size()
+    for here, everywhere in TASKS:
+        if here in os.environ and everywhere in os.environ:
+            tasks = max(int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?", os.environ[here]))
+            return math.ceil(ranks * tasks / int(os.environ[everywhere]))  # a task may have started several ranks
+    return max(1, min(ranks, torch.cuda.device_count()))
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
@@ -91,7 +107,8 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
         return None
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     rooms = [int(fields["MemAvailable"].split()[0]) * 1024]
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    groups = root / "proc/self/cgroup"  # a kernel may be built without
+    for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, group = line.split(":", 2)
         for controller, files in CGROUP_FILES.items():
             if controller in controllers.split(","):

@@ -1,5 +1,6 @@
 """States in host memory: refused where there is no room, updated by all cores, saved and loaded as any."""
 
+import itertools
 import os
 import re
 
@@ -110,6 +111,35 @@ def test_an_update_takes_its_share_of_the_cores(monkeypatch):
     assert update_threads() == 1
 
 
+LAUNCHERS = {
+    "torchrun": (dict(WORLD_SIZE="16", LOCAL_WORLD_SIZE="4", SLURM_STEP_TASKS_PER_NODE="1(x4)", SLURM_STEP_NUM_TASKS="4"), 8, 4),
+    "none": ({}, 8, 1),
+    "a script of one's own": (dict(WORLD_SIZE="16"), 8, 8),
+    "one, on a part of the GPUs": (dict(WORLD_SIZE="2"), 8, 2),
+    "on CPUs": (dict(WORLD_SIZE="2"), 0, 1),
+    "srun, a GPU visible to each task": (dict(WORLD_SIZE="16", SLURM_STEP_TASKS_PER_NODE="8(x2)", SLURM_STEP_NUM_TASKS="16"), 1, 8),
+    "srun, a rank on each of two hosts": (dict(WORLD_SIZE="2", SLURM_STEP_TASKS_PER_NODE="1(x2)", SLURM_STEP_NUM_TASKS="2"), 8, 1),
+    "srun of a script for each host": (dict(WORLD_SIZE="16", SLURM_STEP_TASKS_PER_NODE="1(x2)", SLURM_STEP_NUM_TASKS="2"), 8, 8),
+    "srun, uneven": (dict(WORLD_SIZE="20", SLURM_STEP_TASKS_PER_NODE="4,8(x12)", SLURM_STEP_NUM_TASKS="100"), 1, 2),
+    "mpirun": (dict(WORLD_SIZE="12", OMPI_COMM_WORLD_LOCAL_SIZE="6", OMPI_COMM_WORLD_SIZE="12"), 8, 6),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_that_share_the_host_are_known_whoever_starts_them(launcher, monkeypatch):
+    environment, gpus, expected = LAUNCHERS[launcher]
+    for variable in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", *itertools.chain(*host_states.TASKS)):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    plans = [PLANS["host"]] * TINY.num_layers
+    enough = expected * planned_bytes(plans, JOB.geometry, HOST)
+    check_activations(JOB, plans, "host", enough)
+    with pytest.raises(ValueError, match=f"--activation-memory host: {expected} rank"):
+        check_activations(JOB, plans, "host", enough - 1)
+
+
 def linux(root, groups, files):
     files = {"proc/meminfo": "MemTotal:  100 kB\nMemAvailable:   64 kB\nHugePages_Total:   0\n", "proc/self/cgroup": groups} | files
     for name, text in files.items():
@@ -142,6 +172,12 @@ V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"
 )
 def test_available_memory_is_the_hosts_or_the_containers(groups, files, expected, tmp_path):
     assert available_host_bytes(linux(tmp_path, groups, files)) == expected
+
+
+def test_available_memory_of_a_kernel_without_groups(tmp_path):
+    host = linux(tmp_path, "", {})
+    (host / "proc/self/cgroup").unlink()
+    assert available_host_bytes(host) == 64 * 1024
 
 
 def test_available_memory_of_this_machine_and_of_one_that_is_no_linux(tmp_path):
