@@ -11,6 +11,7 @@ each may lean on those before it.
 import argparse
 import math
 
+from megacp.context_parallel.head_schedule import kv_heads_fit, legal_heads_per_stage, legal_ulysses_degrees
 from megacp.data.dataset import DatasetError, parse_data_path, parse_split
 from megacp.kernels.rotary import RopeScaling
 from megacp.model.config import ModelConfig
@@ -81,7 +82,7 @@ def check_model(args: argparse.Namespace, config: ModelConfig) -> None:
     """The heads share their key/value heads evenly and have pairs to turn."""
     heads, groups, context = config.num_attention_heads, config.num_query_groups, args.context_parallel_size
     if heads % groups:
-        fitting = [count for count in _divisors(heads) if count % context == 0 or context % count == 0]
+        fitting = [count for count in range(1, heads + 1) if heads % count == 0 and kv_heads_fit(count, context)]
         _refuse("num_query_groups", groups, f"does not divide --num-attention-heads {heads}",
                 *_values("num_query_groups", _nearest(groups, fitting)))  # fmt: skip
     if config.kv_channels % 2:
@@ -101,7 +102,7 @@ def check_parallel(args: argparse.Namespace, config: ModelConfig, world_size: in
         reason = f"does not divide the number of ranks {world_size}"
     elif heads % context:
         reason = f"does not divide --num-attention-heads {heads}"
-    elif groups % context and context % groups:
+    elif not kv_heads_fit(groups, context):
         reason = f"neither divides nor is a multiple of --num-query-groups {groups}"
     if reason:
         fitting = _fitting_context_sizes(args, config, world_size)
@@ -110,7 +111,7 @@ def check_parallel(args: argparse.Namespace, config: ModelConfig, world_size: in
     in_stage = args.upipe_heads_per_stage
     if not in_stage:
         return
-    legal = stage_sizes(heads, context)
+    legal = legal_heads_per_stage(heads, context)
     if args.cp_comm_type == "a2a" and in_stage != heads:
         fixes = [{"upipe_heads_per_stage": None}] + ([{"cp_comm_type": "upipe"}] if in_stage in legal else [])
         _refuse("upipe_heads_per_stage", in_stage, f"contradicts --cp-comm-type a2a, which moves all {heads} heads at once",
@@ -130,11 +131,8 @@ def _fitting_context_sizes(args, config, world_size) -> list[int]:
     stage = args.upipe_heads_per_stage or heads
     fitting = [
         size
-        for size in _divisors(world_size)
-        if heads % size == 0
-        and (groups % size == 0 or size % groups == 0)
-        and stage % size == 0
-        and tokens % size == 0
+        for size in legal_ulysses_degrees(heads, groups)
+        if world_size % size == 0 and stage % size == 0 and tokens % size == 0
     ]
     batch = args.global_batch_size or 0
     return [size for size in fitting if batch % (args.micro_batch_size * (world_size // size)) == 0] or fitting
@@ -379,15 +377,6 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def stage_sizes(heads: int, context: int) -> list[int]:
-    """Query heads that a stage may have, in ascending order."""
-    return [count for count in _divisors(heads) if count % context == 0]
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _nearest(value: int, candidates: list[int]) -> list[int]:

@@ -32,9 +32,9 @@ from megacp.argument_checks import (
     check_schedule,
     check_state,
     long_context_notes,
-    stage_sizes,
 )
 from megacp.checkpointing.huggingface_config import model_config
+from megacp.context_parallel.head_schedule import legal_heads_per_stage
 from megacp.kernels.rotary import RopeScaling
 from megacp.model.config import PRESETS, ModelConfig, preset
 from megacp.model.layer_context import LEAST_TILE, MOST_TILE, default_tile_size
@@ -84,7 +84,7 @@ def validate_args(args: argparse.Namespace, world_size: int) -> list[str]:
     if not args.upipe_heads_per_stage:
         # One rank sends nothing. Many stages of few heads are many small kernels, which the host may not launch fast enough.
         stages = DEFAULT_STAGES if args.cp_comm_type == "upipe" and context > 1 else 1
-        sizes = stage_sizes(config.num_attention_heads, context)
+        sizes = legal_heads_per_stage(config.num_attention_heads, context)
         args.upipe_heads_per_stage = next(size for size in sizes if stages * size >= config.num_attention_heads)
     if not args.global_batch_size:
         args.global_batch_size = args.micro_batch_size * (world_size // context)

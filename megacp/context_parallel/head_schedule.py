@@ -179,8 +179,12 @@ def legal_heads_per_stage(num_heads: int, ulysses_degree: int) -> list[int]:
 
 def legal_ulysses_degrees(num_heads: int, num_kv_heads: int) -> list[int]:
     """Every `cu` that a schedule accepts for these heads, ascending."""
-    divisors = [cu for cu in range(1, num_heads + 1) if num_heads % cu == 0]
-    return [cu for cu in divisors if num_kv_heads % cu == 0 or cu % num_kv_heads == 0]
+    return [cu for cu in range(1, num_heads + 1) if num_heads % cu == 0 and kv_heads_fit(num_kv_heads, cu)]
+
+
+def kv_heads_fit(num_kv_heads: int, ulysses_degree: int) -> bool:
+    """Each rank has equally many KV heads, or equally many ranks share one."""
+    return num_kv_heads % ulysses_degree == 0 or ulysses_degree % num_kv_heads == 0
 
 
 def check_heads(num_heads: int, num_kv_heads: int, ulysses_degree: int, heads_per_stage: int) -> None:
