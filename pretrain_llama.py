@@ -48,7 +48,7 @@ from megacp.training.loop import TrainingRun, device_peak_flops
 from megacp.training.memory_phases import memory_history
 from megacp.training.metrics import MetricsLogger
 from megacp.training.optimizer import build_optimizer
-from megacp.training.path_checks import check_logs, check_paths
+from megacp.training.path_checks import check_logs, check_paths, place_to_resume
 from megacp.training.peer_watch import PeerWatch
 from megacp.training.run_logs import log_head
 from megacp.training.sharding import allocate_weights, build_model
@@ -127,7 +127,7 @@ def train(args, config, layout, schedule, model, device, dtype, data, pretrained
     with step_watchers(args, model, optimizer, device, console=is_first_rank) as watchers:
         watchers = [peers, *watchers]
         run = TrainingRun(args, config, settings, model, optimizer, data.train, data.eod, device, dtype, evaluator, watchers=watchers)
-        peers.checkpoint = lambda: args.save if run.saved_in == args.save else None
+        peers.checkpoint = lambda: place_to_resume(args) if run.saved_in == args.save else None
         for line in run.resume():
             if is_first_rank:
                 print(line, flush=True)

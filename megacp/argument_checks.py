@@ -264,6 +264,10 @@ def _check_data_path(name: str, words: list[str]) -> None:
 def check_state(args: argparse.Namespace) -> None:
     if args.save_interval and not args.save:
         _refuse("save_interval", args.save_interval, "needs --save DIR", {"save": "checkpoints"}, {"save_interval": None})
+    for name, absent in (("finetune", False), ("no_load_optim", False), ("ckpt_step", None)):
+        if getattr(args, name) != absent and args.load is None:
+            raise ArgumentError(f"{_setting(name, getattr(args, name))} needs --load DIR; --load checkpoints or without "
+                                f"{_flag(name)} works", ({"load": "checkpoints"}, {name: absent}))  # fmt: skip
 
 
 def check_profiling(args: argparse.Namespace, world_size: int) -> None:

@@ -376,6 +376,10 @@ def _add_state(parser):
     add = group.add_argument
     add("--save", metavar="DIR", help="where checkpoints go; one is written at the end of the run")
     add("--load", metavar="DIR", help="continue from the newest checkpoint there, if any; any number of ranks")
+    add("--ckpt-step", type=COUNT_OR_ZERO, metavar="STEP", help="the checkpoint of --load to take (default: the newest)")
+    add("--finetune", action="store_true",
+        help="take the weights of --load alone, and start at step 0 with this run's own schedule and data")
+    add("--no-load-optim", action="store_true", help="go on from --load with AdamW's moments at zero")
     add("--load-hf", metavar="DIR",
         help="start from a Hugging Face folder, which gives the model too; once --load holds a checkpoint, that counts")
     add("--save-interval", type=COUNT, metavar="STEPS", help="also save every so many steps")

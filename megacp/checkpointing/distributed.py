@@ -116,12 +116,13 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     iteration: int | None = None,
+    generators: bool = True,
 ) -> dict:
     """Fills model and optimizer, in place, from the checkpoint saved last or from that of `iteration`.
 
-    Returns the trainer state. Gradients are dropped. `optimizer` None loads the weights alone, and so does a checkpoint
-    of converted weights (`tools/convert_checkpoint.py`), which holds nothing else. All files are verified first, their checksums
-    spread over the ranks; a model that does not fit is refused before it is touched.
+    Returns the trainer state. Gradients are dropped. `optimizer` None leaves its state where it is, `generators` False the random
+    generators; a checkpoint of converted weights (`tools/convert_checkpoint.py`) holds neither. All files are verified first,
+    their checksums spread over the ranks; a model that does not fit is refused before it is touched.
     Raises CheckpointError on every rank when any rank fails or when the directory has no such checkpoint.
     """
     directory = Path(directory)
@@ -141,7 +142,7 @@ def load_checkpoint(
                 wanted |= shapes
             _refuse_mismatch(saved, wanted)
             together(group, lambda: _verify_files(path, manifest, rank, world_size))
-            _expect_random_state(entries, saved, manifest, rank)
+            _expect_random_state(entries, saved, manifest, rank, generators)
             dcp.load(entries, storage_reader=dcp.FileSystemReader(path), process_group=group)
             together(group, lambda: _apply(entries, model, optimizer, manifest, rank))
             return on_first_rank(group, lambda: json.loads((path / TRAINER_STATE).read_bytes()))
@@ -280,7 +281,8 @@ def _advice(directory: Path, path: Path | None) -> str:
         try:
             sizes = {name: record.bytes for name, record in Manifest.read(candidate).files.items()}
             if all((candidate / name).stat().st_size == size for name, size in sizes.items()):
-                return f". {candidate.name} is older and intact: to take it, move {path.name} away"
+                step = int(candidate.name.removeprefix("iter_").removesuffix(folder.REPLACED))
+                return f". {candidate.name} is older and intact: --ckpt-step {step} takes it, or move {path.name} away"
         except (DamagedFile, OSError):
             continue  # not intact, so not the one to name
     return ""
@@ -303,16 +305,17 @@ def _refuse_mismatch(saved: dict, wanted: dict) -> None:
         raise _DoesNotFit(mismatch)
     for name in _with_prefix(wanted, OPTIMIZER):
         if OPTIMIZER + name not in saved:
-            raise RankFailure(f"{METADATA} has no optimizer state {name}: the checkpoint holds weights alone")
+            raise RankFailure(f"{METADATA} has no optimizer state {name}: the checkpoint holds weights alone; "
+                              "--no-load-optim takes them")
 
 
 def _with_prefix(shapes: dict, prefix: str) -> dict:
     return {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
 
 
-def _expect_random_state(entries: dict, saved: dict, manifest: Manifest, rank: int) -> None:
+def _expect_random_state(entries: dict, saved: dict, manifest: Manifest, rank: int, wanted: bool) -> None:
     """Makes room for the state saved by this rank, or leaves it out. Converted weights come with none."""
-    if f"{RANDOM}seed" not in saved:
+    if not wanted or f"{RANDOM}seed" not in saved:
         del entries[f"{RANDOM}{rank}"], entries[f"{RANDOM}seed"]
     elif manifest.world_size == dist.get_world_size():
         entries[f"{RANDOM}{rank}"] = torch.empty(saved[f"{RANDOM}{rank}"], dtype=torch.uint8)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megacp import parallel_state
-from megacp.checkpointing.distributed import latest_iteration, load_checkpoint, save_checkpoint
+from megacp.checkpointing.distributed import CheckpointError, latest_iteration, load_checkpoint, save_checkpoint
 from megacp.checkpointing.weights import config_to_json
 from megacp.data.batch import PackedBatch
 from megacp.data.dataset import SequenceDataset
@@ -29,6 +29,7 @@ from megacp.model.llama import Llama
 from megacp.training.evaluation import Evaluator
 from megacp.training.metrics import MetricsLogger, StepRecord, model_flops_per_step, peak_flops
 from megacp.training.micro_batches import read_micro_batches
+from megacp.training.path_checks import place_to_resume
 from megacp.training.resilience import TerminationSignal, check_finite
 from megacp.training.memory_phases import CudaGauge, PhaseMeter
 from megacp.training.schedule import learning_rate
@@ -36,6 +37,7 @@ from megacp.training.step import StepResult, StepSettings, train_step
 
 # What a position in the data means. A checkpoint carries them; a run that changes one of them reads other samples.
 DATA_IDENTITY = ("data_path", "train_data_path", "mock_data", "split", "seq_length", "seed")
+HEADS = ("num_attention_heads", "num_query_groups", "kv_channels")  # weights of the same shapes may be of other heads
 
 
 class StepWatcher(Protocol):
@@ -72,30 +74,45 @@ class TrainingRun:
             self.meter = PhaseMeter(self.model, CudaGauge(self.device))
 
     def resume(self) -> list[str]:
-        """Continues from the newest checkpoint in --load, if there is one. Returns lines that say what happened."""
-        directory = self.args.load
+        """Continues from the checkpoint in --load, if there is one, or takes its weights. Returns lines that say what happened."""
+        args, directory = self.args, self.args.load
         if directory is None:
             return []
         if latest_iteration(directory) is None:
-            start = f"the weights of --load-hf {self.args.load_hf}" if self.args.load_hf else "initial weights"
+            start = f"the weights of --load-hf {args.load_hf}" if args.load_hf else "initial weights"
             return [f"--load {directory} holds no checkpoint: starting from {start}"]
-        state = load_checkpoint(directory, self.model, self.optimizer)
+        optimizer = None if args.finetune or args.no_load_optim else self.optimizer
+        state = load_checkpoint(directory, self.model, optimizer, args.ckpt_step, generators=not args.finetune)
+        changes = self._model_changes(state.get("model_config", {}))
+        if args.finetune:
+            return [f"loaded the weights of {directory}, step {state['iteration']}; this run starts at step 0 (--finetune)", *changes]
         self.iteration, self.consumed_samples = state["iteration"], state["consumed_samples"]
-        self.saved_iteration, self.saved_in = self.iteration, directory
-        lines = [f"loaded {directory}, step {self.iteration}, {self.consumed_samples:,} samples consumed"]
-        if self.iteration >= self.args.train_iters:
-            more = self.iteration + self.args.train_iters
-            lines.append(f"nothing left to train: --train-iters {self.args.train_iters} is reached; --train-iters {more}, say, goes on")
-        saved_model = state.get("model_config", {})  # its shape was checked with the weights; how they are used is for the flags
-        for name, now in config_to_json(self.config).items():
-            before = saved_model.get(name, now)
-            if before != now and name not in ("name", "init_method_std"):
-                lines.append(f"warning: the model of the checkpoint has {name} {before}, this run has {now}")
+        self.saved_iteration = self.iteration
+        if place_to_resume(args) == args.save:  # else the flags that made this start would be missing from the advice
+            self.saved_in = directory
+        moments = "; AdamW's moments start at zero (--no-load-optim)" if args.no_load_optim else ""
+        lines = [f"loaded {directory}, step {self.iteration}, {self.consumed_samples:,} samples consumed{moments}"]
+        if self.iteration >= args.train_iters:
+            more = self.iteration + args.train_iters
+            lines.append(f"nothing left to train: --train-iters {args.train_iters} is reached; --train-iters {more}, say, goes on")
+        lines += [f"warning: {change}" for change in changes]
         for name, before in state.get("data", {}).items():  # converted weights have seen none
-            now = getattr(self.args, name)
+            now = getattr(args, name)
             if before != now:
                 flag = "--" + name.replace("_", "-")
                 lines.append(f"warning: {flag} was {before}, is {now}: the run goes on at sample {self.consumed_samples:,} of other data")
+        return lines
+
+    def _model_changes(self, saved: dict) -> list[str]:
+        """How this run uses weights of the same shapes in another way. Raises CheckpointError when they mean something else."""
+        lines = []
+        for name, now in config_to_json(self.config).items():
+            before = saved.get(name, now)
+            if before != now and name in HEADS:
+                flag = "--" + name.replace("_", "-")
+                raise CheckpointError(f"--load {self.args.load} is of a model with {flag} {before}; {flag} {now} does not fit it")
+            if before != now and name not in ("name", "init_method_std"):
+                lines.append(f"the model of the checkpoint has {name} {before}, this run has {now}")
         return lines
 
     def train(self, logger: MetricsLogger | None) -> None:
@@ -120,7 +137,7 @@ class TrainingRun:
                         self._save()
                 if stopping:
                     if dist.get_rank() == 0:
-                        saved = f"saved in {args.save}; --load {args.save} goes on from there" if args.save else "nothing saved: no --save"
+                        saved = f"saved in {args.save}; --load {place_to_resume(args)} goes on from there" if args.save else "nothing saved: no --save"
                         print(f"{termination.name or 'a signal on another rank'}: stopped after step {self.iteration}, {saved}", flush=True)
                     return
 

@@ -2,6 +2,7 @@
 
     check_paths(args)       # every rank: --load holds what it should, --save is free or what --load goes on from
     check_logs(args)        # the first rank: --tensorboard-dir, --log-jsonl and their like can be written
+    place_to_resume(args)   # "runs/b without --finetune": what --load of a run that goes on from this one's checkpoints is
 
 Nothing that is made stays, so a --dry-run may ask too. Raises ArgumentError naming the flag, the place and one that works.
 """
@@ -21,7 +22,7 @@ def check_paths(args: argparse.Namespace) -> None:
         _check_load(Path(args.load), args)
     if args.save is not None:
         check_folder("--save", Path(args.save))
-        _check_not_anothers(Path(args.save), args.load)
+        _check_not_anothers(Path(args.save), args)
 
 
 def check_logs(args: argparse.Namespace) -> None:
@@ -45,29 +46,51 @@ def _check_load(load: Path, args: argparse.Namespace) -> None:
     if folder.is_checkpoint(load):
         raise ArgumentError(
             f"--load {load} is a single checkpoint; its folder works: --load {load.absolute().parent} takes the one saved last, "
-            "and an older one when those after it are moved away"
+            f"with --ckpt-step {int(load.absolute().name.removeprefix('iter_'))} this one"
         )
     if _holds_something(load):
+        found = sorted(folder.complete_checkpoints(load))
+        if args.ckpt_step is not None and args.ckpt_step not in found:
+            there = f"those of {', '.join(map(str, found))} are there" if found else "there is none"
+            raise ArgumentError(f"--ckpt-step {args.ckpt_step}: --load {load} holds no checkpoint of this step; {there}")
         return
     if (load / "config.json").is_file() or any(load.glob("*.safetensors")):
         raise ArgumentError(f"--load {load} is a Hugging Face folder; --load-hf {load} works")
+    what = "holds no checkpoint" if load.is_dir() else "is a file" if load.exists() else "does not exist"
+    if args.finetune or args.ckpt_step is not None:
+        flag = "--finetune" if args.finetune else f"--ckpt-step {args.ckpt_step}"
+        raise ArgumentError(f"--load {load} {what}, and {flag} starts from one; a folder that --save wrote works")
     starts_here = args.load_hf is not None or (args.save is not None and _same_place(load, Path(args.save)))
     if not starts_here:
-        what = "holds no checkpoint" if load.is_dir() else "is a file" if load.exists() else "does not exist"
         raise ArgumentError(
             f"--load {load} {what}; a folder that --save wrote works. To start from initial weights, leave --load out, or give "
             f"the same folder to --save, and the same command goes on from there later: --save {load}"
         )
 
 
-def _check_not_anothers(save: Path, load: str | None) -> None:
+def _check_not_anothers(save: Path, args: argparse.Namespace) -> None:
     """Checkpoints that this run does not go on from would fall to --ckpt-keep, or be replaced by one of the same step."""
+    same = args.load is not None and _same_place(save, Path(args.load))
+    if same and args.finetune:
+        raise ArgumentError(
+            f"--save {save} is the folder of --load: with --finetune this run starts at step 0, and its checkpoints would go among "
+            f"those that it takes its weights from; a folder of its own works: --save {_free_name(save)}"
+        )
     found = list(folder.complete_checkpoints(save))
-    if found and (load is None or not _same_place(save, Path(load))):
+    if found and not same:
         raise ArgumentError(
             f"--save {save} holds checkpoints up to step {max(found)} that this run does not go on from, and would replace; "
-            f"--load {save} goes on from there, and a folder of its own works too: --save {_free_name(save)}"
+            f"--load {place_to_resume(args)} goes on from there, and a folder of its own works too: --save {_free_name(save)}"
         )
+
+
+def place_to_resume(args: argparse.Namespace) -> str | None:
+    """What the --load of a run is that goes on from the checkpoints of --save; None: nothing is saved."""
+    if args.save is None:
+        return None
+    given = {"--finetune": args.finetune, "--no-load-optim": args.no_load_optim, "--ckpt-step": args.ckpt_step is not None}
+    once = [flag for flag, is_given in given.items() if is_given]  # given again they would undo what was trained since
+    return f"{args.save} without {' and '.join(once)}" if once else args.save
 
 
 def check_file(flag: str, path: Path, example: str) -> None:

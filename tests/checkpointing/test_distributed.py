@@ -128,6 +128,24 @@ def test_random_generators(tmp_path):
         assert len(set(numbers)) == 5  # no two ranks alike
 
 
+def draws_after_loading_the_rest(rank, world_size, directory):
+    """As many ranks as saved: what a load restores unless told not to."""
+    model = sharded_model()
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+    load_checkpoint(directory, model, None, generators=False)
+    return draw()
+
+
+def test_random_generators_can_be_left_alone(tmp_path):
+    run_distributed(draws_after_save, 2, tmp_path)
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+    assert run_distributed(draws_after_loading_the_rest, 2, tmp_path) == [draw()] * 2
+
+
 def weights_alone(rank, world_size, directory):
     model = sharded_model()
     optimizer = adamw(model)
@@ -214,7 +232,7 @@ def test_damaged_checkpoints_are_refused_on_every_rank_and_the_older_one_is_name
     for messages in run_distributed(load_messages, 2, directories):
         for directory, message, (name, _, what) in zip(directories, messages, DAMAGES, strict=True):
             assert message.startswith(f"--load {directory}: iter_0000020: {name} ") and what in message
-            assert message.endswith("iter_0000010 is older and intact: to take it, move iter_0000020 away")
+            assert message.endswith("iter_0000010 is older and intact: --ckpt-step 10 takes it, or move iter_0000020 away")
 
 
 def load_in_turn(rank, world_size, choices):

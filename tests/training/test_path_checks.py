@@ -9,7 +9,7 @@ import pytest
 from megacp.argument_checks import ArgumentError
 from megacp.checkpointing.folder import INCOMPLETE, Manifest, begin, publish
 from megacp.training import path_checks
-from megacp.training.path_checks import check_logs, check_paths
+from megacp.training.path_checks import check_logs, check_paths, place_to_resume
 
 FILES = ("log_jsonl", "heartbeat_file", "rehearse_json", "record_memory_history")
 LOGS = ("tensorboard_dir", "profile_dir", *FILES)
@@ -17,7 +17,8 @@ LOGS = ("tensorboard_dir", "profile_dir", *FILES)
 
 def flags(**given):
     names = ("save", "load", "load_hf", *LOGS)
-    return argparse.Namespace(**{name: None if given.get(name) is None else str(given[name]) for name in names})
+    paths = {name: None if given.get(name) is None else str(given[name]) for name in names}
+    return argparse.Namespace(**{"finetune": False, "no_load_optim": False, "ckpt_step": None} | given | paths)
 
 
 def save(directory, iteration):
@@ -76,7 +77,40 @@ def test_a_first_run_starts_and_what_a_killed_first_save_left_is_no_checkpoint(t
 def test_a_single_checkpoint_given_to_load_would_start_from_nothing(ckpt):
     message = refusal(check_paths, load=ckpt / "iter_0000010")
     assert f"--load {ckpt / 'iter_0000010'} is a single checkpoint" in message and f"--load {ckpt} " in message
-    check_paths(flags(load=ckpt))
+    check_paths(flags(load=ckpt, ckpt_step=int(re.search(r"--ckpt-step (\d+)", message)[1])))
+
+
+def test_the_steps_that_can_be_chosen_are_listed(ckpt, tmp_path):
+    for step in (10, 20):
+        check_paths(flags(load=ckpt, save=ckpt, ckpt_step=step))
+    message = refusal(check_paths, load=ckpt, ckpt_step=15)
+    assert message == f"--ckpt-step 15: --load {ckpt} holds no checkpoint of this step; those of 10, 20 are there"
+    for empty in ({"load_hf": tmp_path}, {"save": tmp_path / "none"}):  # enough to start without a checkpoint
+        message = refusal(check_paths, load=tmp_path / "none", ckpt_step=0, **empty)
+        assert message.startswith(f"--load {tmp_path / 'none'} does not exist, and --ckpt-step 0 starts from one")
+
+
+def test_finetuning_has_weights_to_start_from_and_a_folder_of_its_own(ckpt, tmp_path):
+    check_paths(flags(load=ckpt, finetune=True))
+    (tmp_path / "link").symlink_to(ckpt)
+    for same in (ckpt, tmp_path / "link"):
+        message = refusal(check_paths, load=ckpt, save=same, finetune=True)
+        assert message.startswith(f"--save {same} is the folder of --load: with --finetune this run starts at step 0")
+        check_paths(flags(load=ckpt, save=re.search(r"works: --save (\S+)$", message)[1], finetune=True))
+    for other in ({"save": tmp_path / "none"}, {"save": tmp_path / "new", "load_hf": tmp_path}):
+        message = refusal(check_paths, load=tmp_path / "none", finetune=True, **other)
+        assert "none does not exist, and --finetune starts from one" in message
+    check_paths(flags(load=ckpt, save=tmp_path / "new", finetune=True))
+
+
+def test_a_finetuning_run_that_has_saved_is_told_how_to_go_on(ckpt, tmp_path):
+    own = save(tmp_path / "own", 3).parent
+    message = refusal(check_paths, load=ckpt, save=own, finetune=True)
+    assert f"--load {own} without --finetune goes on from there" in message
+    check_paths(flags(load=own, save=own))
+    assert place_to_resume(flags(save=own, load=own)) == str(own) and place_to_resume(flags()) is None
+    once = flags(save=own, load=own, no_load_optim=True, ckpt_step=3)
+    assert place_to_resume(once) == f"{own} without --no-load-optim and --ckpt-step"
 
 
 @pytest.mark.parametrize("kind", ["does not exist", "holds no checkpoint", "is a file"])
