@@ -74,6 +74,12 @@ class Documents:
             self._device_copies[device, before] = torch.tensor(borders, dtype=torch.int32, device=device)
         return self._device_copies[device, before]
 
+    def kernel_borders(self, q_SHD: Tensor) -> dict[str, Tensor | int]:
+        """Of the queries, which may be the last tokens of the stream only, and of the keys: a query sees the keys up to its own."""
+        queries, keys = self.device_cu_seqlens(q_SHD.device, len(q_SHD)), self.device_cu_seqlens(q_SHD.device)
+        longest = self.max_seqlen
+        return dict(cu_seqlens_q=queries, cu_seqlens_k=keys, max_seqlen_q=min(longest, len(q_SHD)), max_seqlen_k=longest)
+
     def of_rows(self, start: int, stop: int) -> tuple[int, "Documents"]:
         """What the queries `[start, stop)` can see: the first key, and the borders from there to `stop`.
 

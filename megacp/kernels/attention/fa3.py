@@ -36,7 +36,7 @@ def _forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents, 
     from flash_attn_interface import _flash_attn_forward
 
     o_SHD, lse_HS, *_ = _flash_attn_forward(q_SHD, k_SKD, v_SKD, softmax_scale=scale, causal=True,
-                                            **_borders(documents, q_SHD))
+                                            **documents.kernel_borders(q_SHD))
     return o_SHD, lse_HS
 
 
@@ -46,12 +46,5 @@ def _backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_SHD
 
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q_SHD, k_SKD, v_SKD))
     _flash_attn_backward(do_SHD, q_SHD, k_SKD, v_SKD, o_SHD, lse_HS, dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=True,
-                         **_borders(documents, q_SHD))
+                         **documents.kernel_borders(q_SHD))
     return dq, dk, dv
-
-
-def _borders(documents: Documents, q_SHD: Tensor) -> dict[str, Tensor | int]:
-    """Of the queries, which may be the last tokens of the stream only, and of the keys: a query sees the keys up to its own."""
-    queries, keys = documents.device_cu_seqlens(q_SHD.device, len(q_SHD)), documents.device_cu_seqlens(q_SHD.device)
-    longest = documents.max_seqlen
-    return dict(cu_seqlens_q=queries, cu_seqlens_k=keys, max_seqlen_q=min(longest, len(q_SHD)), max_seqlen_k=longest)

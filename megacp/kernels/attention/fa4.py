@@ -57,7 +57,7 @@ def _forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents, 
     if len(documents) == 1:
         o, lse, *_ = run(q_SHD[None], k_SKD[None], v_SKD[None], softmax_scale=scale, causal=True, return_lse=True)
         return o[0], lse[0]
-    o_SHD, lse_HS, *_ = run(q_SHD, k_SKD, v_SKD, softmax_scale=scale, causal=True, return_lse=True, **_borders(documents, q_SHD))
+    o_SHD, lse_HS, *_ = run(q_SHD, k_SKD, v_SKD, softmax_scale=scale, causal=True, return_lse=True, **documents.kernel_borders(q_SHD))
     return o_SHD, lse_HS
 
 
@@ -67,7 +67,7 @@ def _backward(do_SHD: Tensor, q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, o_SHD
     if len(documents) == 1:
         dq, dk, dv = run(q_SHD[None], k_SKD[None], v_SKD[None], o_SHD[None], do_SHD[None], lse_HS[None])
         return dq[0], dk[0], dv[0]
-    return run(q_SHD, k_SKD, v_SKD, o_SHD, do_SHD, lse_HS, **_borders(documents, q_SHD))
+    return run(q_SHD, k_SKD, v_SKD, o_SHD, do_SHD, lse_HS, **documents.kernel_borders(q_SHD))
 
 
 @functools.cache
@@ -75,10 +75,3 @@ def _interface() -> ModuleType:
     """The package. Its compiler warns at every kernel of an argument, aux_data, that we do not use: nothing a user could act on."""
     warnings.filterwarnings("ignore", r"Argument aux_data \(position \d+\) cannot be converted to a JitArgument", UserWarning)
     return importlib.import_module(MODULE)
-
-
-def _borders(documents: Documents, q_SHD: Tensor) -> dict[str, Tensor | int]:
-    """Of the queries, which may be the last tokens of the stream only, and of the keys: a query sees the keys up to its own."""
-    queries, keys = documents.device_cu_seqlens(q_SHD.device, len(q_SHD)), documents.device_cu_seqlens(q_SHD.device)
-    longest = documents.max_seqlen
-    return dict(cu_seqlens_q=queries, cu_seqlens_k=keys, max_seqlen_q=min(longest, len(q_SHD)), max_seqlen_k=longest)

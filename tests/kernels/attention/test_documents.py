@@ -85,3 +85,11 @@ def test_equal_borders_are_equal_documents():
     used = Documents((0, 3, 8))
     used.device_cu_seqlens("cpu")
     assert used == Documents((0, 3, 8)) and hash(used) == hash(Documents((0, 3, 8)))
+
+
+@pytest.mark.parametrize("queries, of_queries, longest", [(8, [0, 3, 4, 8], 4), (6, [0, 1, 2, 6], 4), (2, [0, 0, 0, 2], 2)])
+def test_a_kernel_is_told_the_borders_of_queries_and_of_keys(queries, of_queries, longest):
+    borders = Documents((0, 3, 4, 8)).kernel_borders(torch.empty(queries, 1, 8))
+    assert {name: value.tolist() if torch.is_tensor(value) else value for name, value in borders.items()} == {
+        "cu_seqlens_q": of_queries, "cu_seqlens_k": [0, 3, 4, 8], "max_seqlen_q": longest, "max_seqlen_k": 4
+    }  # fmt: skip
