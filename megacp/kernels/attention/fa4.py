@@ -57,7 +57,8 @@ def _forward(q_SHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, documents: Documents, 
     if len(documents) == 1:
         o, lse, *_ = run(q_SHD[None], k_SKD[None], v_SKD[None], softmax_scale=scale, causal=True, return_lse=True)
         return o[0], lse[0]
-    o_SHD, lse_HS, *_ = run(q_SHD, k_SKD, v_SKD, softmax_scale=scale, causal=True, return_lse=True, **documents.kernel_borders(q_SHD))
+    o_SHD, lse_HS, *_ = run(q_SHD, k_SKD, v_SKD, softmax_scale=scale, causal=True, return_lse=True,
+                            **documents.kernel_borders(q_SHD))
     return o_SHD, lse_HS
 
 
