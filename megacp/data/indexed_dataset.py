@@ -31,7 +31,6 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document indices (documents + 1)
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
 MAX_SEQUENCE_TOKENS = 2**31 - 1  # lengths are int32 in the file
-SCAN_TOKENS = 1 << 24  # tokens looked at in one step of a scan
 
 
 class DatasetError(ValueError):
@@ -156,11 +155,6 @@ class IndexedDataset:
         if not 0 <= start <= stop <= begin:
             raise IndexError(f"{self.bin_path}: tokens [{start}, {stop}) of document {document}, which has {begin}")
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, self.dtype), *pieces])
-
-    def max_token_id(self) -> int:
-        """The largest id in the whole file (-1 when it holds none). Reads everything, 16M tokens at a time."""
-        chunks = (self._tokens[i : i + SCAN_TOKENS] for i in range(0, len(self._tokens), SCAN_TOKENS))
-        return max((int(chunk.max()) for chunk in chunks), default=-1)
 
 
 class IndexedDatasetBuilder:

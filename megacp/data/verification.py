@@ -9,9 +9,11 @@ Opening either already checks the index against the file sizes; these read the r
 import numpy as np
 
 from megacp.data.files import file_sha256
-from megacp.data.indexed_dataset import SCAN_TOKENS, DatasetError, IndexedDataset
+from megacp.data.indexed_dataset import DatasetError, IndexedDataset
 from megacp.data.manifest import MANIFEST, read_manifest
 from megacp.data.packing_plan import ARRAYS, PackingPlan
+
+SCAN_TOKENS = 1 << 24  # looked at in one step of a scan
 
 
 def verify_dataset(prefix: str, vocab_size: int | None = None) -> list[str]:

@@ -52,7 +52,7 @@ def test_reads_a_file_packed_by_hand(tmp_path, dtype_name):
     assert dataset.dtype == np.dtype(dtype_name)
     assert [dataset.read(s).tolist() for s in range(3)] == documents
     assert [dataset.read_document(d, 0, len(documents[d])).tolist() for d in range(3)] == documents
-    assert (dataset.num_tokens, dataset.num_documents, dataset.max_token_id()) == (7, 3, 120)
+    assert (dataset.num_tokens, dataset.num_documents) == (7, 3)
     assert dataset.sequence_lengths.tolist() == [3, 0, 4] and dataset.document_indices.tolist() == [0, 1, 2, 3]
     assert dataset.read(2, 1, 3).tolist() == [0, 1]
 
@@ -72,12 +72,6 @@ def test_documents_of_several_sequences(tmp_path_factory, documents, limit):
 
 def test_best_dtype_is_megatrons_rule():
     assert [best_dtype(v).name for v in (256, 65499, 65500, 151936)] == ["uint16", "uint16", "int32", "int32"]
-
-
-def test_max_token_id_scans_in_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr("megacp.data.indexed_dataset.SCAN_TOKENS", 4)
-    assert write_dataset(tmp_path / "x", [[1] * 9 + [77], [3] * 3]).max_token_id() == 77
-    assert write_dataset(tmp_path / "empty", [[], []]).max_token_id() == -1
 
 
 def test_reads_outside_are_refused(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from megacp.data.indexed_dataset import DatasetError
 from megacp.data.manifest import MANIFEST, Manifest
-from megacp.data.verification import verify_dataset, verify_plan
+from megacp.data.verification import token_range, verify_dataset, verify_plan
 from tests.data.documents import numbered_documents, write_dataset
 from tests.data.test_packing_plan import write
 
@@ -24,6 +24,12 @@ def test_dataset(tmp_path):
         verify_dataset(prefix)
     write_dataset(prefix, [[]])
     assert "0 tokens" in verify_dataset(prefix, vocab_size=1)[0]
+
+
+def test_ids_are_looked_at_a_piece_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("megacp.data.verification.SCAN_TOKENS", 4)
+    assert token_range(write_dataset(tmp_path / "x", [[3] * 9 + [77], [4, 2, 5]])) == (2, 77)
+    assert token_range(write_dataset(tmp_path / "empty", [[], []])) == (0, -1)
 
 
 def test_hashes_of_the_manifest(tmp_path):
