@@ -24,6 +24,7 @@ One rank of such a job on one GPU, for its memory and time; the GPUs of the othe
 """
 
 import sys
+import time
 
 import torch
 
@@ -59,6 +60,7 @@ from megacp.training.watchers import step_watchers
 
 
 def main() -> int:
+    started = time.monotonic()
     args = parse_args()
     is_first_rank = launched_rank() == 0
     with explain_errors(is_first_rank) as outcome:
@@ -111,12 +113,12 @@ def main() -> int:
                 print(rehearse(args, config, layout, schedule, model, device, dtype, data, computing).table(), flush=True)
             else:
                 with PeerWatch(timeout=timeout) as peers:
-                    train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank, peers)
+                    train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank, peers, started)
         shut_down_distributed()
     return outcome.exit_code
 
 
-def train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank, peers) -> None:
+def train(args, config, layout, schedule, model, device, dtype, data, pretrained, is_first_rank, peers, started) -> None:
     settings = step_settings(args, config, layout, schedule, device, dtype)
     seed_random_state(args.seed, 0, launched_rank())
     allocate_weights(model, device, args.seed, pretrained, args.optimizer_cpu_offload)
@@ -126,7 +128,9 @@ def train(args, config, layout, schedule, model, device, dtype, data, pretrained
     evaluator = Evaluator(args, config, settings, model, data, device, dtype) if args.eval_interval else None
     with step_watchers(args, model, optimizer, device, console=is_first_rank) as watchers:
         watchers = [peers, *watchers]
-        run = TrainingRun(args, config, settings, model, optimizer, data.train, data.eod, device, dtype, evaluator, watchers=watchers)
+        run = TrainingRun(
+            args, config, settings, model, optimizer, data.train, data.eod, device, dtype, evaluator, watchers=watchers, started=started
+        )  # fmt: skip
         peers.checkpoint = lambda: place_to_resume(args) if run.saved_in == args.save else None
         for line in run.resume():
             if is_first_rank:

@@ -311,7 +311,8 @@ def check_rehearsal(args: argparse.Namespace) -> None:
     if args.rehearse_rank >= ranks:
         _refuse("rehearse_rank", args.rehearse_rank, f"is none of the ranks of --rehearse-world-size {ranks}",
                 {"rehearse_rank": ranks - 1})  # fmt: skip
-    for name in ("dry_run", "load", "save", "save_interval", "eval_interval", "tensorboard_dir", "log_jsonl"):
+    for name in ("dry_run", "load", "save", "save_interval", "exit_interval", "exit_duration_in_mins", "eval_interval",
+                 "tensorboard_dir", "log_jsonl"):  # fmt: skip
         if getattr(args, name):
             _refuse("rehearse_world_size", ranks, f"rehearses a few steps and keeps nothing, so {_flag(name)} means nothing",
                     {name: False if name == "dry_run" else None})  # fmt: skip

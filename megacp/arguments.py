@@ -383,6 +383,9 @@ def _add_state(parser):
     add("--load-hf", metavar="DIR",
         help="start from a Hugging Face folder, which gives the model too; once --load holds a checkpoint, that counts")
     add("--save-interval", type=COUNT, metavar="STEPS", help="also save every so many steps")
+    add("--exit-interval", type=COUNT, metavar="STEPS", help="exit, after saving, at the first step that is a multiple of it")
+    add("--exit-duration-in-mins", type=POSITIVE, metavar="MIN",
+        help="exit, after saving, once the run has lasted so long; asked after each step, so leave time for one and for the save")
     add("--ckpt-keep", type=COUNT, default=2, metavar="N", help="newest checkpoints that stay on disk")
 
 

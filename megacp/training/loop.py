@@ -1,4 +1,4 @@
-"""The training loop: data, step, log, save, and a clean end on a signal.
+"""The training loop: data, step, log, save, and a clean end on a signal or where --exit-interval, --exit-duration-in-mins say so.
 
     run = TrainingRun(args, config, settings, model, optimizer, dataset, eod, device, dtype)
     run.resume()                    # from --load, if there is a checkpoint
@@ -9,10 +9,11 @@ checkpoint is the state between two steps. Evaluations, too, are between two ste
 """
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -63,6 +64,7 @@ class TrainingRun:
     evaluator: Evaluator | None = None  # every --eval-interval steps
     meter: PhaseMeter | None = None  # of the device's memory; on a GPU there always is one
     watchers: Sequence[StepWatcher] = ()
+    started: float = field(default_factory=time.monotonic)  # of time.monotonic(), for --exit-duration-in-mins
     iteration: int = 0
     consumed_samples: int = 0
     saved_iteration: int = 0  # the last one that a checkpoint holds
@@ -85,7 +87,8 @@ class TrainingRun:
         state = load_checkpoint(directory, self.model, optimizer, args.ckpt_step, generators=not args.finetune)
         changes = self._model_changes(state.get("model_config", {}))
         if args.finetune:
-            return [f"loaded the weights of {directory}, step {state['iteration']}; this run starts at step 0 (--finetune)", *changes]
+            weights = f"the weights of {directory}, step {state['iteration']}"
+            return [f"loaded {weights}; this run starts at step 0 (--finetune)", *changes]
         self.iteration, self.consumed_samples = state["iteration"], state["consumed_samples"]
         self.saved_iteration = self.iteration
         if place_to_resume(args) == args.save:  # else the flags that made this start would be missing from the advice
@@ -116,9 +119,12 @@ class TrainingRun:
         return lines
 
     def train(self, logger: MetricsLogger | None) -> None:
-        """Trains to --train-iters. `logger` is rank 0's; None elsewhere. A signal ends the run after the step, with a checkpoint."""
+        """Trains to --train-iters. `logger` is rank 0's; None elsewhere. A signal, or the end of the time that it may take, ends the
+        run after the step with a checkpoint; so does --exit-interval, after the evaluations that are due.
+        """
         args, ranks = self.args, parallel_state.get_data_parallel_group(with_context_parallel=True)
-        with TerminationSignal() as termination:
+        minutes = args.exit_duration_in_mins or math.inf
+        with TerminationSignal(self.started + 60 * minutes, f"--exit-duration-in-mins {minutes:g}") as termination:
 
             def interrupted() -> bool:
                 return termination.received(ranks)
@@ -127,19 +133,23 @@ class TrainingRun:
                 record = self._step()
                 if logger is not None:
                     logger.log(record)
-                stopping = interrupted()
-                saving = stopping or self.iteration == args.train_iters or self._due(args.save_interval)
+                stopping, leaving = interrupted(), self._due(args.exit_interval)
+                saving = stopping or leaving or self.iteration == args.train_iters or self._due(args.save_interval)
                 if args.save and saving:
                     self._save()
                 if not stopping and self.evaluator is not None:
                     stopping = not self._evaluate(logger, interrupted)
                     if args.save and stopping and not saving:
                         self._save()
-                if stopping:
+                if stopping or leaving and self.iteration < args.train_iters:
                     if dist.get_rank() == 0:
-                        saved = f"saved in {args.save}; --load {place_to_resume(args)} goes on from there" if args.save else "nothing saved: no --save"
-                        print(f"{termination.name or 'a signal on another rank'}: stopped after step {self.iteration}, {saved}", flush=True)
+                        reason = termination.reason if stopping else f"--exit-interval {args.exit_interval}"
+                        print(f"{reason}: stopped after step {self.iteration}, {self._way_on()}", flush=True)
                     return
+
+    def _way_on(self) -> str:
+        save = self.args.save
+        return f"saved in {save}; --load {place_to_resume(self.args)} goes on from there" if save else "nothing saved: no --save"
 
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.iteration % interval == 0

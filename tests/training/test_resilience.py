@@ -30,6 +30,25 @@ def test_all_ranks_stop_after_the_same_step(number):
     assert [name for _, name in results] == [None, None, number.name]
 
 
+def steps_until_the_time_is_up(rank, world_size, signalled):
+    """The last rank's time is up in step 3; rank 0 gets a signal in the same step, if any."""
+    deadline = 100.0 if rank == world_size - 1 else math.inf
+    with pytest.MonkeyPatch.context() as patch, TerminationSignal(deadline, "--exit-duration-in-mins 1") as termination:
+        for step in range(10):
+            patch.setattr(resilience.time, "monotonic", lambda step=step: 100.0 if step >= 3 else 99.9)
+            if signalled and step == 3 and rank == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if termination.received():
+                break
+    return step, termination.reason
+
+
+def test_all_ranks_stop_after_the_step_in_which_the_time_of_one_is_up_and_tell_why():
+    assert run_distributed(steps_until_the_time_is_up, 3, False) == [(3, "--exit-duration-in-mins 1")] * 3
+    stopped = run_distributed(steps_until_the_time_is_up, 3, True)
+    assert stopped == [(3, "SIGTERM"), *[(3, "a signal on another rank")] * 2]
+
+
 def signal_outside_the_group(rank, world_size):
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     with TerminationSignal() as termination:
