@@ -48,7 +48,9 @@ def explain_errors(is_first_rank: bool) -> Iterator[Outcome]:
     outcome = Outcome()
     try:
         yield outcome
-    except (ValueError, ImportError, OSError, CheckpointError, DiskError, NonFiniteError, CollectiveTimeout, torch.OutOfMemoryError) as error:
+    except (
+        ValueError, ImportError, OSError, CheckpointError, DiskError, NonFiniteError, CollectiveTimeout, torch.OutOfMemoryError
+    ) as error:  # fmt: skip
         for_the_user = is_for_the_user(error)
         outcome.exit_code = USAGE_ERROR if for_the_user and isinstance(error, (ValueError, ImportError)) else RUN_ERROR
         running = dist.is_initialized()

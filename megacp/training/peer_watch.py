@@ -16,10 +16,11 @@
 | is stopped, or hangs             | nothing            | say so, and go on: it may come back until a collective's time limit |
 
 Each rank holds a TCP connection to rank 0, which passes on what it hears. The system closes the connections of a process that is
-gone, however it went. A host that is gone, or cut off, is noticed within a minute: its system acknowledges neither rank 0's pings,
-for 30 s after the next one, nor probes of an idle connection. A rank that computes, saves or is stopped for an hour is not gone, for
-its system acknowledges: that the rank does not answer is told, and ends nothing. When a collective then times out, the error names it. A thread listens, and ends the process itself: the main thread may be in a collective or wait for the GPU, and a
-launcher's SIGTERM would only make it wish to finish the step.
+gone, however it went. A host that is gone, or cut off, is noticed within a minute: its system acknowledges neither rank 0's pings
+(one every 15 s, each given 30 s) nor probes of an idle connection. A rank that computes, saves or is stopped for an hour is not gone,
+as its system acknowledges for it: that it does not answer is told, and ends nothing. When a collective then times out, the error
+names it. A thread listens, and ends the process itself: the main thread may be in a collective or wait for the GPU, and a launcher's
+SIGTERM would only make it wish to finish the step.
 """
 
 import os
@@ -74,9 +75,9 @@ class Peer:
 class PeerWatch:
     """A context manager and a watcher of the training loop. Alone, a rank has only torchrun to watch, if that started it.
 
-    `timeout`: of a collective. `checkpoint` tells for the message what --load could go on from, None when nothing was saved; it is
-    called when a peer is gone, and its disk perhaps with it, so it must not look there. Raises ConnectionError when the ranks cannot
-    reach rank 0, and, in place of torch's error, CollectiveTimeout for a collective that timed out in the block.
+    `timeout`: of a collective. `checkpoint` tells for the message what --load could go on from, None when nothing was saved; it
+    is called when a peer is gone, and its disk perhaps with it, so it must not look there. Raises ConnectionError when the ranks
+    cannot reach rank 0, and, in place of torch's error, CollectiveTimeout for a collective that timed out in the block.
     """
 
     def __init__(self, timeout: timedelta = timedelta(minutes=10), checkpoint: Callable[[], str | None] = lambda: None):

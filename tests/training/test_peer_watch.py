@@ -332,7 +332,7 @@ def test_a_host_that_is_cut_off_is_noticed_though_pings_to_it_are_under_way(tmp_
     alone = ["unshare", "--user", "--map-root-user", "--net"]
     if not shutil.which("ip") or not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("no network namespaces here")
-    code = f"import pathlib; from tests.training.test_peer_watch import cut_network_off as cut; cut(pathlib.Path({str(tmp_path)!r}))"
+    code = f"import pathlib; from {__name__} import cut_network_off; cut_network_off(pathlib.Path({str(tmp_path)!r}))"
     done = subprocess.run([*alone, sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[1, 1]\n", done.stderr
     for rank, text in enumerate(said_in(tmp_path, range(2))):

@@ -19,7 +19,8 @@ EIGHT = "--model llama3-8b --context-parallel-size 8 --seq-length 131072 --mock-
 def step_seconds(flags, ranks, peak, device):
     args = parse_args(flags.split())
     validate_args(args, ranks)
-    return predicted_step_seconds(args, model_config_from_args(args), ParallelLayout(ranks, args.context_parallel_size), peak, device)
+    layout = ParallelLayout(ranks, args.context_parallel_size)
+    return predicted_step_seconds(args, model_config_from_args(args), layout, peak, device)
 
 
 def test_a_step_of_an_unknown_gpu_takes_as_long_as_that_of_a_slow_one():
