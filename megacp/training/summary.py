@@ -55,6 +55,7 @@ def startup_summary(
         "plan": f"\n{'':10} ".join(table(plans)),
         "data": data.description,
         **({"evaluation": evaluation_summary(args, data)} if args.eval_interval else {}),
+        **({"checkpoint": checkpoint_summary(args)} if args.save else {}),
         "timeout": f"{minutes_text(timeout)} for a collective",
         "counting": convention_text(peak, stated=args.device_peak_tflops is not None),
     }
@@ -64,6 +65,13 @@ def startup_summary(
 def optimizer_summary(job: Job) -> str:
     gib = job.host_state_bytes / GIB
     return f"AdamW in host memory: {gib:.2f} GiB of fp32 weights, moments and gradients (--optimizer-cpu-offload)"
+
+
+def checkpoint_summary(args: argparse.Namespace) -> str:
+    """Says what is deleted, which other trainers keep."""
+    often = f"every {args.save_interval} steps and " if args.save_interval else ""
+    kept = "the last one" if args.ckpt_keep == 1 else f"the last {args.ckpt_keep}"
+    return f"{often}at the end in {args.save}, {kept} kept (--ckpt-keep)"
 
 
 def evaluation_summary(args: argparse.Namespace, data: TrainingData) -> str:

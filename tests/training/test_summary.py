@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+import pretrain_llama
 from megacp.arguments import model_config_from_args, parse_args, validate_args
 from megacp.parallel_state import ParallelLayout
 from megacp.training.initialize import collective_timeout
@@ -48,3 +49,16 @@ def test_a_stated_peak_gives_an_mfu(tmp_path):
     assert "MFU against 0.25 TFLOP/s, as --device-peak-tflops says" in done.stdout and "| MFU " in done.stdout
     for record in records(log):
         assert record["mfu"] == pytest.approx(record["tflops_per_gpu"] / 0.25)
+
+
+@pytest.mark.parametrize("flags, said", [
+    ("--save ckpt --save-interval 500", "checkpoint every 500 steps and at the end in ckpt, the last 2 kept (--ckpt-keep)"),
+    ("--save ckpt --ckpt-keep 1", "checkpoint at the end in ckpt, the last one kept (--ckpt-keep)"),
+    ("", None),
+])  # fmt: skip
+def test_that_older_checkpoints_are_deleted_is_said_before_the_first_is(flags, said, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["pretrain_llama.py", *MODEL, "--mock-data", "--dry-run", *flags.split()])
+    assert pretrain_llama.main() == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoint")]
+    assert lines == ([said] if said else [])
