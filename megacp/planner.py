@@ -25,6 +25,7 @@ from megacp.context_parallel.all_to_all import Loopback
 from megacp.context_parallel.engine import AttentionSettings
 from megacp.context_parallel.head_schedule import HeadSchedule
 from megacp.kernels.attention import Documents
+from megacp.kernels.precision import compute_dtype
 from megacp.kernels.rotary import inverse_frequencies
 from megacp.memory.counting import AllocationCounter
 from megacp.memory.policy import DISK, HOST, RECOMPUTE, LayerPlan
@@ -292,6 +293,8 @@ def run_layer(job: Job, plan: LayerPlan, every_step: bool = False) -> LayerCount
     """Runs one layer on the meta device; of its loops all, or the ends, which raises NotPeriodic where these are not enough."""
     config = job.config
     layer = DecoderLayer(config, 0, device=META, dtype=job.dtype)
+    for weight in layer.parameters():
+        weight.grad_dtype = compute_dtype(weight.dtype)  # as in training: the sums go into the reduction as they are
     ranks = job.schedule.ulysses_degree
     sequence = ranks * job.tokens // job.sequences
     memory, work = AllocationCounter("meta", buffer_name), WorkCounter()

@@ -22,7 +22,6 @@ _TILE = "projection tile"
 _PLACES = {
     "planner": {
         ("run_layer", "h"): HIDDEN, ("run_layer", "g"): RESIDUAL,
-        ("run_layer", "out_Td.backward"): "weight gradients handed over",  # in the weights' dtype
         ("run_head", "h"): HIDDEN, ("run_head", "labels"): "labels",
     },
     "decoder_layer": {
@@ -66,8 +65,6 @@ def buffer_name(frame: FrameType) -> str:
         if file == work.__file__:
             continue  # it hands on what it counts
         names = _places_of(file)
-        if fallback and names is _PLACES["planner"]:
-            break  # its names are of what it allocates itself
         name = names.get((function, result_name(place))) or names.get((function, None))
         if name:
             return name

@@ -60,10 +60,13 @@ def test_every_place_allocates_and_every_buffer_at_a_peak_has_a_name(monkeypatch
     assert found == {(file, *place) for file, places in tables.items() for place in places}
 
 
-def test_a_job_so_short_that_its_peak_is_where_gradients_leave():
+def test_no_weight_gradient_is_copied_when_it_leaves():
+    """A job so short that its peak would be there. Training keeps them fp32 up to the reduction, which is counted by itself."""
     config = replace(preset("llama3-8b"), num_layers=1)
     job = replace(job_of(tokens=64), config=config, schedule=build_head_schedule(32, 8, 1, 32))
-    assert "weight gradients handed over" in run_layer(job, LayerPlan()).backward_parts
+    parts = run_layer(job, LayerPlan()).backward_parts
+    sums = 4 * config.layer_parameters()
+    assert sums <= parts["weight gradients"] < 1.001 * sums and sum(parts.values()) < 1.01 * sums
 
 
 def test_a_buffer_without_a_place_is_called_after_its_function():
