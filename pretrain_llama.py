@@ -129,7 +129,8 @@ def train(args, config, layout, schedule, model, device, dtype, data, pretrained
     with step_watchers(args, model, optimizer, device, console=is_first_rank) as watchers:
         watchers = [peers, *watchers]
         run = TrainingRun(
-            args, config, settings, model, optimizer, data.train, data.eod, device, dtype, evaluator, watchers=watchers, started=started
+            args, config, settings, model, optimizer, data.train, data.eod, device, dtype, evaluator, watchers=watchers,
+            started=started,
         )  # fmt: skip
         peers.checkpoint = lambda: place_to_resume(args) if run.saved_in == args.save else None
         for line in run.resume():

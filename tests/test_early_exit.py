@@ -50,8 +50,8 @@ def test_a_run_in_portions_is_the_run_in_one(tmp_path):
 @pytest.mark.parametrize("minutes_ahead", [(0, 31), (31, 0)])
 def test_the_first_rank_whose_time_is_up_ends_the_run_of_all(tmp_path, minutes_ahead):
     """Rank and rank start at different moments, and the step of one may last longer."""
-    flags = [*FLAGS, "--train-iters", 5, "--save", tmp_path / "ckpt", "--log-jsonl", tmp_path / "log", "--exit-duration-in-mins", 30]
-    output = exits([*flags, "--eval-interval", 1], minutes_ahead)
+    flags = [*FLAGS, "--train-iters", 5, "--save", tmp_path / "ckpt", "--log-jsonl", tmp_path / "log", "--eval-interval", 1]
+    output = exits([*flags, "--exit-duration-in-mins", 30], minutes_ahead)
     assert f"--exit-duration-in-mins 30: stopped after step 1, saved in {tmp_path / 'ckpt'}; --load" in output
     assert steps(tmp_path / "log") == [1] and not (tmp_path / "log.valid").exists(), "nor is there time for an evaluation"
     assert (tmp_path / "ckpt" / "iter_0000001").is_dir()

@@ -5,6 +5,7 @@
 """
 
 import functools
+import shutil
 import sys
 
 import pytest
@@ -70,7 +71,8 @@ def test_a_longer_phase_starts_at_step_0_from_the_weights_alone(first_phase, tmp
     assert numbers(tmp_path / "log") == numbers(tmp_path / "alone.log"), "no moments came along"
     assert sorted(path.name for path in folder.glob("iter_*")) == ["iter_0000002", "iter_0000003"]
 
-    train([*flags, "--train-iters", 5, "--load", tmp_path / "own", "--save", tmp_path / "own", "--log-jsonl", tmp_path / "log"], ranks=ranks)
+    flags += ["--train-iters", 5, "--load", tmp_path / "own", "--save", tmp_path / "own", "--log-jsonl", tmp_path / "log"]
+    train(flags, ranks=ranks)
     assert [r["step"] for r in records(tmp_path / "log")] == [1, 2, 3, 4, 5], "and goes on as any run"
 
 
@@ -103,6 +105,11 @@ def test_an_older_checkpoint(first_phase, tmp_path):
     train([*flags, "--log-jsonl", tmp_path / "straight"], ranks=2)
     train([*flags, "--load", folder, "--ckpt-step", 2, "--log-jsonl", tmp_path / "again"], ranks=2)
     assert numbers(tmp_path / "again") == numbers(tmp_path / "straight")[2:]
+
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    output = _output_of([*FIRST, "--load", copy, "--save", copy, "--ckpt-step", 2, "--exit-interval", 3, "--train-iters", 4])
+    assert "warning: later checkpoints are left behind (step 3); --ckpt-keep 2 deletes them as this run saves" in output
+    assert f"saved in {copy}; --load {copy} without --ckpt-step goes on from there" in output
 
 
 def _main_with_errors_in_files(rank, world_size, flags, folder):

@@ -30,7 +30,7 @@ from megacp.model.llama import Llama
 from megacp.training.evaluation import Evaluator
 from megacp.training.metrics import MetricsLogger, StepRecord, model_flops_per_step, peak_flops
 from megacp.training.micro_batches import read_micro_batches
-from megacp.training.path_checks import place_to_resume
+from megacp.training.path_checks import abandoned_steps, place_to_resume
 from megacp.training.resilience import TerminationSignal, check_finite
 from megacp.training.memory_phases import CudaGauge, PhaseMeter
 from megacp.training.schedule import learning_rate
@@ -98,6 +98,9 @@ class TrainingRun:
         if self.iteration >= args.train_iters:
             more = self.iteration + args.train_iters
             lines.append(f"nothing left to train: --train-iters {args.train_iters} is reached; --train-iters {more}, say, goes on")
+        if left := abandoned_steps(args):
+            later = f"warning: later checkpoints are left behind (step {', '.join(map(str, left))})"
+            lines.append(f"{later}; --ckpt-keep {args.ckpt_keep} deletes them as this run saves")
         lines += [f"warning: {change}" for change in changes]
         for name, before in state.get("data", {}).items():  # converted weights have seen none
             now = getattr(args, name)
@@ -119,8 +122,8 @@ class TrainingRun:
         return lines
 
     def train(self, logger: MetricsLogger | None) -> None:
-        """Trains to --train-iters. `logger` is rank 0's; None elsewhere. A signal, or the end of the time that it may take, ends the
-        run after the step with a checkpoint; so does --exit-interval, after the evaluations that are due.
+        """Trains to --train-iters. `logger` is rank 0's; None elsewhere. A signal, or the end of the time that it may take, ends
+        the run after the step with a checkpoint; so does --exit-interval, after the evaluations that are due.
         """
         args, ranks = self.args, parallel_state.get_data_parallel_group(with_context_parallel=True)
         minutes = args.exit_duration_in_mins or math.inf
@@ -210,7 +213,8 @@ class TrainingRun:
         except DatasetError as error:
             if self.args.save and self.iteration > self.saved_iteration:
                 self._save()
-            raise DatasetError(f"{what}: {error}") from error
+            saved = f"; {self._way_on()}" if self.args.save and self.saved_in == self.args.save else ""
+            raise DatasetError(f"{what}: {error}{saved}") from error
 
     def _set_learning_rate(self) -> float:
         args = self.args

@@ -198,7 +198,8 @@ class MetricsLogger:
                     for file in files:
                         drop_steps_from(file, first_step)
                 elif moved := move_aside(files):
-                    print(f"--log-jsonl {jsonl}: of a former run, so moved aside: {', '.join(map(str, moved))}", file=stream, flush=True)
+                    names = ", ".join(map(str, moved))
+                    print(f"--log-jsonl {jsonl}: of a former run, so moved aside: {names}", file=stream, flush=True)
                 self._jsonl = path.open("a", encoding="utf-8")
         if tensorboard_dir is not None:
             with _refusing("--tensorboard-dir", tensorboard_dir):

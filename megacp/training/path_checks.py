@@ -93,6 +93,14 @@ def place_to_resume(args: argparse.Namespace) -> str | None:
     return f"{args.save} without {' and '.join(once)}" if once else args.save
 
 
+def abandoned_steps(args: argparse.Namespace) -> list[int]:
+    """Steps of checkpoints saved after that of --ckpt-step in the folder in which this run saves too, and so replaces them."""
+    if args.ckpt_step is None or args.save is None or not _same_place(Path(args.save), Path(args.load)):
+        return []
+    saved_in_turn = list(folder.complete_checkpoints(Path(args.save)))
+    return saved_in_turn[saved_in_turn.index(args.ckpt_step) + 1 :]
+
+
 def check_file(flag: str, path: Path, example: str) -> None:
     """`path` is a file that can be written, or can be made."""
     if path.is_dir():

@@ -198,7 +198,7 @@ def _main_with_errors_in_files(rank, world_size, flags, folder):
 
 
 @pytest.mark.parametrize("flags, trained", [((), 3), (("--save-interval", 3), 3), (("--train-iters", 4, "--eval-interval", 5), 4)])
-def test_held_out_data_that_one_rank_cannot_read_ends_the_run_with_what_was_trained_saved(data, tmp_path, flags, trained):  # noqa: F811
+def test_held_out_data_that_one_rank_cannot_read_ends_the_run_with_all_training_saved(data, tmp_path, flags, trained):  # noqa: F811
     """Of the two sequences of the validation data one has a token outside the vocabulary, and each rank reads one."""
     with IndexedDatasetBuilder(tmp_path / "held", np.uint16) as builder:
         builder.add_document(np.full(100, 300))
@@ -213,6 +213,7 @@ def test_held_out_data_that_one_rank_cannot_read_ends_the_run_with_what_was_trai
     assert [path.name for path in (tmp_path / "ckpt").glob("iter_*")] == [f"iter_{trained:07}"]
     errors = "".join((tmp_path / f"errors{rank}").read_text() for rank in (0, 1))  # the first to end may be the only one to speak
     assert re.search(rf"evaluation on the valid data after step {trained} not finished: .*(token id 300|another rank)", errors)
+    assert f"; saved in {tmp_path / 'ckpt'}; --load {tmp_path / 'ckpt'} goes on from there" in errors
 
 
 # --------------------------------------------------------------------------------------------------------------- logs

@@ -9,7 +9,7 @@ import pytest
 from megacp.argument_checks import ArgumentError
 from megacp.checkpointing.folder import INCOMPLETE, Manifest, begin, publish
 from megacp.training import path_checks
-from megacp.training.path_checks import check_logs, check_paths, place_to_resume
+from megacp.training.path_checks import abandoned_steps, check_logs, check_paths, place_to_resume
 
 FILES = ("log_jsonl", "heartbeat_file", "rehearse_json", "record_memory_history")
 LOGS = ("tensorboard_dir", "profile_dir", *FILES)
@@ -88,6 +88,14 @@ def test_the_steps_that_can_be_chosen_are_listed(ckpt, tmp_path):
     for empty in ({"load_hf": tmp_path}, {"save": tmp_path / "none"}):  # enough to start without a checkpoint
         message = refusal(check_paths, load=tmp_path / "none", ckpt_step=0, **empty)
         assert message.startswith(f"--load {tmp_path / 'none'} does not exist, and --ckpt-step 0 starts from one")
+
+
+def test_checkpoints_saved_after_the_chosen_one_are_known(ckpt, tmp_path):
+    save(ckpt, 15)  # of a run that had gone back to step 10 before
+    for step, later in ((10, [20, 15]), (20, [15]), (15, [])):
+        assert abandoned_steps(flags(load=ckpt, save=ckpt, ckpt_step=step)) == later
+    for other in ({"save": tmp_path / "new", "ckpt_step": 10}, {"ckpt_step": 10}, {"save": ckpt}):
+        assert abandoned_steps(flags(load=ckpt, **other)) == []
 
 
 def test_finetuning_has_weights_to_start_from_and_a_folder_of_its_own(ckpt, tmp_path):
