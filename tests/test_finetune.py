@@ -84,6 +84,17 @@ def test_what_finetuning_says_and_that_it_warns_of_nothing_that_is_meant(first_p
     assert "warning" not in output
 
 
+def _draw_after_training(rank, world_size, flags):
+    _main_with_own_group(rank, world_size, [str(flag) for flag in flags])
+    return torch.rand(()).item()
+
+
+def test_the_random_state_is_that_of_the_new_run(first_phase):
+    loads = ([], ["--load", first_phase("tied"), "--finetune"], ["--load", first_phase("tied")])
+    fresh, finetuned, resumed = (run_distributed(_draw_after_training, 1, [*SECOND, *load]) for load in loads)
+    assert fresh == finetuned != resumed
+
+
 def test_fresh_moments_at_the_step_of_the_checkpoint(first_phase, tmp_path):
     """AdamW's first step moves a weight by the learning rate, whatever its gradient."""
     folder = first_phase("tied")
