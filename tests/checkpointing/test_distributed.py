@@ -276,10 +276,15 @@ def test_another_model_is_refused_with_names_shapes_and_flags(saved):
         assert all(f"--load {saved}: iter_0000020" in message for message in messages)
 
 
+def weights_of(rank, world_size, directory):
+    return load_checkpoint(directory, sharded_model(), None)
+
+
 def test_missing_optimizer_state(tmp_path):
     run_distributed(save_twice, 2, tmp_path, True)
     [message], _ = run_distributed(load_messages, 2, [tmp_path])
     assert "iter_0000020: .metadata has no optimizer state" in message and "iter_0000010 is older and intact" in message
+    assert "--no-load-optim takes them" in message and run_distributed(weights_of, 2, tmp_path) == [{"iteration": 20}] * 2
 
 
 def save_with_a_slow_rank(rank, world_size, directory):
