@@ -49,7 +49,7 @@ from megacp.training.loop import TrainingRun, device_peak_flops
 from megacp.training.memory_phases import memory_history
 from megacp.training.metrics import MetricsLogger
 from megacp.training.optimizer import build_optimizer
-from megacp.training.path_checks import check_logs, check_paths, place_to_resume
+from megacp.training.path_checks import begin_from_pretrained, check_logs, check_paths, place_to_resume
 from megacp.training.peer_watch import PeerWatch
 from megacp.training.run_logs import log_head
 from megacp.training.sharding import allocate_weights, build_model
@@ -72,6 +72,7 @@ def main() -> int:
         dtype = resolve_precision(args, device)
         if args.deterministic:
             use_deterministic_kernels()
+        begin_from_pretrained(args)
         check_paths(args)
         if is_first_rank:
             check_logs(args)

@@ -379,6 +379,8 @@ def _add_state(parser):
     add("--ckpt-step", type=COUNT_OR_ZERO, metavar="STEP", help="the checkpoint of --load to take (default: the newest)")
     add("--finetune", action="store_true",
         help="take the weights of --load alone, and start at step 0 with this run's own schedule and data")
+    add("--pretrained-checkpoint", metavar="DIR",
+        help="start as --load DIR --finetune does; once --load holds a checkpoint, that counts, so the same command goes on later")  # fmt: skip
     add("--no-load-optim", action="store_true", help="go on from --load with AdamW's moments at zero")
     add("--load-hf", metavar="DIR",
         help="start from a Hugging Face folder, which gives the model too; once --load holds a checkpoint, that counts")

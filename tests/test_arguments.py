@@ -232,6 +232,8 @@ CASES = [
      ["--rehearse-layers 5 is more than the 4 layers of --num-layers", "--rehearse-layers 4 or without --rehearse-layers works"]),
     (["--disk-memory-gib", 5], 1, ["--disk-memory-gib 5", "--disk-offload-dir", "without --disk-memory-gib works"]),
     (["--save-interval", 10], 1, ["--save-interval 10", "--save"]),
+    (["--pretrained-checkpoint", "a", "--load", "b", "--finetune"], 1, ["--pretrained-checkpoint a and --finetune contradict each other"]),
+    (["--pretrained-checkpoint", "a", "--load", "b", "--ckpt-step", "3"], 1, ["--pretrained-checkpoint a and --ckpt-step contradict"]),
     (["--finetune", "--save", "a"], 1, ["--finetune needs --load DIR; --load checkpoints or without --finetune works"]),
     (["--no-load-optim", "--save", "a"], 1, ["--no-load-optim needs --load DIR;", "without --no-load-optim works"]),
     (["--ckpt-step", 0], 1, ["--ckpt-step 0 needs --load DIR;", "without --ckpt-step works"]),

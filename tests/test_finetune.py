@@ -76,6 +76,19 @@ def test_a_longer_phase_starts_at_step_0_from_the_weights_alone(first_phase, tmp
     assert [r["step"] for r in records(tmp_path / "log")] == [1, 2, 3, 4, 5], "and goes on as any run"
 
 
+def test_the_same_command_starts_from_another_runs_weights_and_later_goes_on(first_phase, tmp_path):
+    folder = first_phase("tied")
+    finetuned = [*SECOND, "--load", folder, "--finetune", "--log-jsonl", tmp_path / "straight"]
+    train(finetuned)
+    command = [*SECOND, "--pretrained-checkpoint", folder, "--load", tmp_path / "own", "--save", tmp_path / "own",
+               "--exit-interval", 2, "--log-jsonl", tmp_path / "log"]  # fmt: skip
+    output = _output_of(command)
+    assert f"loaded the weights of {folder}, step 3; this run starts at step 0 (--pretrained-checkpoint)" in output
+    assert f"saved in {tmp_path / 'own'}; --load {tmp_path / 'own'} goes on from there" in output
+    assert f"loaded {tmp_path / 'own'}, step 2" in _output_of(command)
+    assert numbers(tmp_path / "log") == numbers(tmp_path / "straight")
+
+
 def test_what_finetuning_says_and_that_it_warns_of_nothing_that_is_meant(first_phase, tmp_path):
     folder = first_phase("tied")
     output = _output_of([*SECOND, "--load", folder, "--finetune"])

@@ -87,8 +87,9 @@ class TrainingRun:
         state = load_checkpoint(directory, self.model, optimizer, args.ckpt_step, generators=not args.finetune)
         changes = self._model_changes(state.get("model_config", {}))
         if args.finetune:
+            flag = "--pretrained-checkpoint" if args.pretrained_checkpoint else "--finetune"
             weights = f"the weights of {directory}, step {state['iteration']}"
-            return [f"loaded {weights}; this run starts at step 0 (--finetune)", *changes]
+            return [f"loaded {weights}; this run starts at step 0 ({flag})", *changes]
         self.iteration, self.consumed_samples = state["iteration"], state["consumed_samples"]
         self.saved_iteration = self.iteration
         if place_to_resume(args) == args.save:  # else the flags that made this start would be missing from the advice

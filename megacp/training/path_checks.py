@@ -1,5 +1,6 @@
 """Whether the places a run reads and writes can serve it, before it takes any memory: a wrong one would show after hours of training.
 
+    begin_from_pretrained(args)     # fills in --load and --finetune where --pretrained-checkpoint is where to start
     check_paths(args)       # every rank: --load holds what it should, --save is free or what --load goes on from
     check_logs(args)        # the first rank: --tensorboard-dir, --log-jsonl and their like can be written
     place_to_resume(args)   # "runs/b without --finetune": what --load of a run that goes on from this one's checkpoints is
@@ -14,6 +15,17 @@ from pathlib import Path
 
 from megacp.argument_checks import ArgumentError
 from megacp.checkpointing import folder
+
+
+def begin_from_pretrained(args: argparse.Namespace) -> None:
+    """Until --load holds a checkpoint to go on from, --pretrained-checkpoint is the --load of a --finetune."""
+    given = args.pretrained_checkpoint
+    if given is None or args.load is not None and _holds_something(Path(args.load)):
+        return
+    if not _holds_something(Path(given)):
+        what = "holds no checkpoint" if Path(given).is_dir() else "does not exist"
+        raise ArgumentError(f"--pretrained-checkpoint {given} {what}; a folder that --save wrote works")
+    args.load, args.finetune = given, True
 
 
 def check_paths(args: argparse.Namespace) -> None:
@@ -88,7 +100,8 @@ def place_to_resume(args: argparse.Namespace) -> str | None:
     """What the --load of a run is that goes on from the checkpoints of --save; None: nothing is saved."""
     if args.save is None:
         return None
-    given = {"--finetune": args.finetune, "--no-load-optim": args.no_load_optim, "--ckpt-step": args.ckpt_step is not None}
+    finetune = args.finetune and args.pretrained_checkpoint is None
+    given = {"--finetune": finetune, "--no-load-optim": args.no_load_optim, "--ckpt-step": args.ckpt_step is not None}
     once = [flag for flag, is_given in given.items() if is_given]  # given again they would undo what was trained since
     return f"{args.save} without {' and '.join(once)}" if once else args.save
 

@@ -9,7 +9,7 @@ import pytest
 from megacp.argument_checks import ArgumentError
 from megacp.checkpointing.folder import INCOMPLETE, Manifest, begin, publish
 from megacp.training import path_checks
-from megacp.training.path_checks import abandoned_steps, check_logs, check_paths, place_to_resume
+from megacp.training.path_checks import abandoned_steps, begin_from_pretrained, check_logs, check_paths, place_to_resume
 
 FILES = ("log_jsonl", "heartbeat_file", "rehearse_json", "record_memory_history")
 LOGS = ("tensorboard_dir", "profile_dir", *FILES)
@@ -18,7 +18,7 @@ LOGS = ("tensorboard_dir", "profile_dir", *FILES)
 def flags(**given):
     names = ("save", "load", "load_hf", *LOGS)
     paths = {name: None if given.get(name) is None else str(given[name]) for name in names}
-    return argparse.Namespace(**{"finetune": False, "no_load_optim": False, "ckpt_step": None} | given | paths)
+    return argparse.Namespace(**{"finetune": False, "no_load_optim": False, "ckpt_step": None, "pretrained_checkpoint": None} | given | paths)
 
 
 def save(directory, iteration):
@@ -109,6 +109,19 @@ def test_finetuning_has_weights_to_start_from_and_a_folder_of_its_own(ckpt, tmp_
         message = refusal(check_paths, load=tmp_path / "none", finetune=True, **other)
         assert "none does not exist, and --finetune starts from one" in message
     check_paths(flags(load=ckpt, save=tmp_path / "new", finetune=True))
+
+
+def test_a_pretrained_checkpoint_is_where_a_run_starts_until_it_has_saved(ckpt, tmp_path):
+    first = flags(pretrained_checkpoint=str(ckpt), load=tmp_path / "own", save=tmp_path / "own")
+    begin_from_pretrained(first)
+    check_paths(first)
+    assert first.load == str(ckpt) and first.finetune and place_to_resume(first) == str(tmp_path / "own")
+    save(tmp_path / "own", 3)
+    later = flags(pretrained_checkpoint=str(tmp_path / "gone"), load=tmp_path / "own", save=tmp_path / "own")
+    begin_from_pretrained(later)
+    assert later.load == str(tmp_path / "own") and not later.finetune
+    message = refusal(begin_from_pretrained, pretrained_checkpoint=tmp_path / "none")
+    assert message == f"--pretrained-checkpoint {tmp_path / 'none'} does not exist; a folder that --save wrote works"
 
 
 def test_a_finetuning_run_that_has_saved_is_told_how_to_go_on(ckpt, tmp_path):
