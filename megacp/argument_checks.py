@@ -270,7 +270,7 @@ def check_state(args: argparse.Namespace) -> None:
                                 f"{_flag(name)} works", ({"load": "checkpoints"}, {name: absent}))  # fmt: skip
         if getattr(args, name) != absent and args.pretrained_checkpoint is not None:
             _refuse("pretrained_checkpoint", args.pretrained_checkpoint, f"and {_flag(name)} contradict each other: the same command is to "
-                    "start from there and later to go on from --load; without one of them it works",
+                    "start from there and later to go on from --load",
                     {name: absent}, {"pretrained_checkpoint": None})  # fmt: skip
     if args.pretrained_checkpoint is not None and args.load_hf is not None:
         _refuse("pretrained_checkpoint", args.pretrained_checkpoint, f"and --load-hf {args.load_hf} are two starts; one of them works",

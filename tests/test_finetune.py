@@ -89,6 +89,20 @@ def test_the_same_command_starts_from_another_runs_weights_and_later_goes_on(fir
     assert numbers(tmp_path / "log") == numbers(tmp_path / "straight")
 
 
+def _resume_elsewhere(rank, world_size, flags, folders):
+    _main_with_errors_in_files(rank, world_size, [*flags, "--load", str(folders[rank]), "--save", str(folders[rank])], folders[0].parent)
+
+
+def test_ranks_that_find_different_checkpoints_do_not_train_together(first_phase, tmp_path):
+    """Each host has a disk of its own, and the last run saved on one of them."""
+    own = shutil.copytree(first_phase("tied"), tmp_path / "own")
+    flags = [str(flag) for flag in [*FIRST, "--train-iters", 5]]
+    with pytest.raises(RankFailure, match="died with exit code 1"):
+        run_distributed(_resume_elsewhere, 2, flags, [tmp_path / "empty", own])
+    errors = (tmp_path / "errors0").read_text()
+    assert f"--load: rank 0 finds no checkpoint in {tmp_path / 'empty'}, rank 1 finds step 3 in {own}; a folder that all" in errors
+
+
 def test_what_finetuning_says_and_that_it_warns_of_nothing_that_is_meant(first_phase, tmp_path):
     folder = first_phase("tied")
     output = _output_of([*SECOND, "--load", folder, "--finetune"])

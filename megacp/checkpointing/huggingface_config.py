@@ -137,6 +137,10 @@ def config_to_hugging_face(config: ModelConfig, dtype: torch.dtype, base: dict |
 
 def _set_model(values: dict, config: ModelConfig) -> None:
     values |= {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()}
+    if config.rope_scaling is not None and config.rope_scaling.type == "yarn":
+        # transformers 4 takes the factor from this, whatever rope_scaling says.
+        reach = int(config.rope_scaling.factor * config.rope_scaling.original_max_position_embeddings)
+        values["max_position_embeddings"] = max(config.max_position_embeddings, reach)
     values["tie_word_embeddings"] = not config.untie_embeddings_and_output_weights
     scaling = {"rope_type": "default"} if config.rope_scaling is None else _scaling_values(config.rope_scaling)
     if "rope_parameters" in values:

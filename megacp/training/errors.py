@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from megacp.checkpointing.distributed import CheckpointError
 from megacp.memory.disk_file import DiskError
-from megacp.training.initialize import launched_rank
 from megacp.training.resilience import CollectiveTimeout, NonFiniteError
 
 USAGE_ERROR = 2  # flags or files that cannot work
@@ -59,7 +58,7 @@ def explain_errors(is_first_rank: bool) -> Iterator[Outcome]:
         if running:
             where = f"[rank {dist.get_rank()}] " if dist.get_world_size() > 1 else ""
         else:
-            where = "" if is_first_rank else f"[rank {launched_rank()}] "
+            where = "" if is_first_rank else f"[rank {os.environ['RANK']}] "
         details = "" if for_the_user else "".join(traceback.format_exception(error))
         print(f"{details}{where}error: {_explain(error)}", file=sys.stderr, flush=True)
         if running:

@@ -138,7 +138,12 @@ def initialize_distributed(layout: ParallelLayout, device: torch.device, timeout
         if "RANK" not in os.environ:
             one_rank = dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
             os.environ.update(one_rank)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        try:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        except ValueError as error:
+            if "environment variable" not in str(error):
+                raise
+            raise ValueError(f"{error}; torchrun sets it, and for ranks started by hand MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 works") from None
     initialize_model_parallel(layout, device.type, timeout)
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megacp import parallel_state
+from megacp.checkpointing.agreement import agreement_group, together
 from megacp.checkpointing.distributed import CheckpointError, latest_iteration, load_checkpoint, save_checkpoint
 from megacp.checkpointing.weights import config_to_json
 from megacp.data.batch import PackedBatch
@@ -80,6 +81,7 @@ class TrainingRun:
         args, directory = self.args, self.args.load
         if directory is None:
             return []
+        self._check_same_start()
         if latest_iteration(directory) is None:
             start = f"the weights of --load-hf {args.load_hf}" if args.load_hf else "initial weights"
             return [f"--load {directory} holds no checkpoint: starting from {start}"]
@@ -109,6 +111,18 @@ class TrainingRun:
                 flag = "--" + name.replace("_", "-")
                 lines.append(f"warning: {flag} was {before}, is {now}: the run goes on at sample {self.consumed_samples:,} of other data")
         return lines
+
+    def _check_same_start(self) -> None:
+        """Raises CheckpointError on all ranks when they do not find the same in --load, as where it is a disk of each host's own."""
+        newest = latest_iteration(self.args.load)
+        start = f"no checkpoint in {self.args.load}" if newest is None else f"step {newest} in {self.args.load}"
+        with agreement_group() as group:
+            starts = together(group, lambda: start)
+        other = next((rank for rank, found in enumerate(starts) if found != starts[0]), None)
+        if other is not None:
+            raise CheckpointError(
+                f"--load: rank 0 finds {starts[0]}, rank {other} finds {starts[other]}; a folder that all hosts share works"
+            )
 
     def _model_changes(self, saved: dict) -> list[str]:
         """How this run uses weights of the same shapes in another way. Raises CheckpointError when they mean something else."""

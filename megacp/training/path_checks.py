@@ -18,14 +18,30 @@ from megacp.checkpointing import folder
 
 
 def begin_from_pretrained(args: argparse.Namespace) -> None:
-    """Until --load holds a checkpoint to go on from, --pretrained-checkpoint is the --load of a --finetune."""
-    given = args.pretrained_checkpoint
-    if given is None or args.load is not None and _holds_something(Path(args.load)):
+    """Until --load holds a checkpoint to go on from, --pretrained-checkpoint is the --load of a --finetune.
+
+    It may be a single checkpoint, of an older step. Refuses what could not be queued again.
+    """
+    if args.pretrained_checkpoint is None:
         return
-    if not _holds_something(Path(given)):
-        what = "holds no checkpoint" if Path(given).is_dir() else "does not exist"
-        raise ArgumentError(f"--pretrained-checkpoint {given} {what}; a folder that --save wrote works")
-    args.load, args.finetune = given, True
+    flag, given = f"--pretrained-checkpoint {args.pretrained_checkpoint}", Path(args.pretrained_checkpoint)
+    source = given.absolute().parent if folder.is_checkpoint(given) else given
+    for name in ("load", "save"):
+        place = getattr(args, name)
+        if place is not None and _same_place(Path(place), source):
+            free = _free_name(Path(place))
+            raise ArgumentError(f"{flag} is also --{name}; this run needs a folder of its own: --load {free} --save {free} works")
+    if args.save is not None and (args.load is None or not _same_place(Path(args.load), Path(args.save))):
+        raise ArgumentError(f"{flag} with --save {args.save} needs --load {args.save}, from which the same command goes on later")
+    if args.load is not None and _holds_something(Path(args.load)):
+        return
+    if not _holds_something(source):
+        if (given / "config.json").is_file() or any(given.glob("*.safetensors")):
+            raise ArgumentError(f"{flag} is a Hugging Face folder; --load-hf {given} works")
+        what = "holds no checkpoint" if given.is_dir() else "is a file" if given.exists() else "does not exist"
+        raise ArgumentError(f"{flag} {what}; a folder that --save wrote works, or one of the checkpoints in it")
+    args.load, args.finetune = str(source), True
+    args.ckpt_step = int(given.absolute().name.removeprefix("iter_")) if source != given else None
 
 
 def check_paths(args: argparse.Namespace) -> None:
@@ -63,7 +79,9 @@ def _check_load(load: Path, args: argparse.Namespace) -> None:
     if _holds_something(load):
         found = sorted(folder.complete_checkpoints(load))
         if args.ckpt_step is not None and args.ckpt_step not in found:
-            there = f"those of {', '.join(map(str, found))} are there" if found else "there is none"
+            there = "there is none"
+            if found:
+                there = f"those of {', '.join(map(str, found))} are there, and without --ckpt-step that of {_newest(load)} is taken"
             raise ArgumentError(f"--ckpt-step {args.ckpt_step}: --load {load} holds no checkpoint of this step; {there}")
         return
     if (load / "config.json").is_file() or any(load.glob("*.safetensors")):
@@ -96,13 +114,19 @@ def _check_not_anothers(save: Path, args: argparse.Namespace) -> None:
         )
 
 
+def _newest(load: Path) -> int:
+    """The step saved last."""
+    return list(folder.complete_checkpoints(load))[-1]
+
+
 def place_to_resume(args: argparse.Namespace) -> str | None:
     """What the --load of a run is that goes on from the checkpoints of --save; None: nothing is saved."""
     if args.save is None:
         return None
-    finetune = args.finetune and args.pretrained_checkpoint is None
-    given = {"--finetune": finetune, "--no-load-optim": args.no_load_optim, "--ckpt-step": args.ckpt_step is not None}
+    given = {"--finetune": args.finetune, "--no-load-optim": args.no_load_optim, "--ckpt-step": args.ckpt_step is not None}
     once = [flag for flag, is_given in given.items() if is_given]  # given again they would undo what was trained since
+    if args.pretrained_checkpoint is not None:  # which sets them itself, and not again
+        once = []
     return f"{args.save} without {' and '.join(once)}" if once else args.save
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -159,3 +160,12 @@ def test_errors_name_the_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(dict(LLAMA_31_8B, mlp_bias=True)))
     with pytest.raises(PretrainedError, match=f'{tmp_path}/config.json: "mlp_bias": true is not supported; false is'):
         model_config(tmp_path)
+
+
+@pytest.mark.parametrize("own, reach", [(8192, 131072), (262144, 262144)])
+def test_yarns_factor_is_also_what_the_positions_say(own, reach):
+    """transformers 4 divides max_position_embeddings by the original ones, whatever factor rope_scaling has."""
+    config = replace(PRESETS["llama3-8b"], max_position_embeddings=own, rope_scaling=RopeScaling("yarn", 16.0, 8192))
+    values = config_to_hugging_face(config, torch.bfloat16)
+    assert values["max_position_embeddings"] == reach
+    assert config_from_hugging_face(values, "x").rope_scaling == config.rope_scaling

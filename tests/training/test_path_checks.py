@@ -84,7 +84,7 @@ def test_the_steps_that_can_be_chosen_are_listed(ckpt, tmp_path):
     for step in (10, 20):
         check_paths(flags(load=ckpt, save=ckpt, ckpt_step=step))
     message = refusal(check_paths, load=ckpt, ckpt_step=15)
-    assert message == f"--ckpt-step 15: --load {ckpt} holds no checkpoint of this step; those of 10, 20 are there"
+    assert message == f"--ckpt-step 15: --load {ckpt} holds no checkpoint of this step; those of 10, 20 are there, and without --ckpt-step that of 20 is taken"
     for empty in ({"load_hf": tmp_path}, {"save": tmp_path / "none"}):  # enough to start without a checkpoint
         message = refusal(check_paths, load=tmp_path / "none", ckpt_step=0, **empty)
         assert message.startswith(f"--load {tmp_path / 'none'} does not exist, and --ckpt-step 0 starts from one")
@@ -120,8 +120,32 @@ def test_a_pretrained_checkpoint_is_where_a_run_starts_until_it_has_saved(ckpt, 
     later = flags(pretrained_checkpoint=str(tmp_path / "gone"), load=tmp_path / "own", save=tmp_path / "own")
     begin_from_pretrained(later)
     assert later.load == str(tmp_path / "own") and not later.finetune
-    message = refusal(begin_from_pretrained, pretrained_checkpoint=tmp_path / "none")
-    assert message == f"--pretrained-checkpoint {tmp_path / 'none'} does not exist; a folder that --save wrote works"
+
+
+def test_one_checkpoint_of_several_may_be_the_start(tmp_path):
+    folder = tmp_path / "several"
+    older = save(folder, 10)
+    save(folder, 20)
+    first = flags(pretrained_checkpoint=str(older), load=tmp_path / "own", save=tmp_path / "own")
+    begin_from_pretrained(first)
+    check_paths(first)
+    assert (first.load, first.ckpt_step, place_to_resume(first)) == (str(folder), 10, str(tmp_path / "own"))
+
+
+def test_a_pretrained_checkpoint_that_is_none_or_could_not_be_queued_again(ckpt, tmp_path):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    new = tmp_path / "new"
+    for given, others, said in (
+        (tmp_path / "none", {}, "does not exist; a folder that --save wrote works"),
+        (tmp_path / "hf", {}, f"--load-hf {tmp_path / 'hf'} works"),
+        (ckpt, {"save": new}, f"needs --load {new}"),
+        (ckpt, {"save": new, "load": tmp_path / "other"}, f"needs --load {new}"),
+        (ckpt, {"load": ckpt, "save": ckpt}, f"--load {ckpt}-2 --save {ckpt}-2 works"),
+        (ckpt, {"load": ckpt}, "is also --load"),
+    ):
+        message = refusal(begin_from_pretrained, pretrained_checkpoint=str(given), **others)
+        assert message.startswith(f"--pretrained-checkpoint {given} ") and said in message, message
 
 
 def test_a_finetuning_run_that_has_saved_is_told_how_to_go_on(ckpt, tmp_path):
