@@ -145,8 +145,8 @@ def train(args, config, layout, schedule, model, device, dtype, data, pretrained
         accumulation = args.global_batch_size // (args.micro_batch_size * layout.data_parallel_size)
         head = log_head(memory_job(args, config, layout, schedule, dtype), settings.store.plans, accumulation, name, args)
         with MetricsLogger(
-            args.train_iters, first_step=run.iteration + 1, log_interval=args.log_interval, tensorboard_dir=args.tensorboard_dir,
-            jsonl=args.log_jsonl, device_type=device.type, head=head,
+            args.train_iters, first_step=run.iteration + 1, branches=run.branches, log_interval=args.log_interval,
+            tensorboard_dir=args.tensorboard_dir, jsonl=args.log_jsonl, device_type=device.type, head=head,
         ) as logger:  # fmt: skip
             run.train(logger)
 

@@ -144,6 +144,9 @@ def test_an_older_checkpoint(first_phase, tmp_path):
     train([*flags, "--load", folder, "--ckpt-step", 2, "--log-jsonl", tmp_path / "again"], ranks=2)
     assert numbers(tmp_path / "again") == numbers(tmp_path / "straight")[2:]
 
+    train([*flags, "--load", folder, "--ckpt-step", 2, "--log-jsonl", tmp_path / "straight"], ranks=2)
+    assert len(numbers(tmp_path / "straight.1")) == 3, "the log of the run that it branches off is kept"
+
     copy = shutil.copytree(folder, tmp_path / "copy")
     output = _output_of([*FIRST, "--load", copy, "--save", copy, "--ckpt-step", 2, "--exit-interval", 3, "--train-iters", 4])
     assert "warning: later checkpoints are left behind (step 3); --ckpt-keep 2 deletes them as this run saves" in output

@@ -76,6 +76,11 @@ class TrainingRun:
         if self.meter is None and self.device.type == "cuda":
             self.meter = PhaseMeter(self.model, CudaGauge(self.device))
 
+    @property
+    def branches(self) -> bool:
+        """Whether it goes on from a checkpoint that stays another run's: it saves elsewhere, not at all, or from an older step."""
+        return self.iteration > 0 and (self.args.save is None or self.saved_in != self.args.save)
+
     def resume(self) -> list[str]:
         """Continues from the checkpoint in --load, if there is one, or takes its weights. Returns lines that say what happened."""
         args, directory = self.args, self.args.load

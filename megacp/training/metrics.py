@@ -24,6 +24,7 @@ import json
 import math
 import os
 import re
+import shutil
 import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -163,7 +164,7 @@ class MetricsLogger:
 
     `first_step` is the step of the first record to come. Records of it and later ones that a previous run left in `jsonl` and
     beside it are dropped, so that no step is there twice: this run takes those steps again. A run from the start goes on from
-    none, so it moves the former files aside and says so. `head`: what the first record tells beside its own keys, such as the job
+    none, so it moves the former files aside and says so; one that `branches` off another, which stays, keeps a copy aside. `head`: what the first record tells beside its own keys, such as the job
     that those up to the next head are of. `stream` None is standard output. Use as a context manager.
     """
 
@@ -172,6 +173,7 @@ class MetricsLogger:
         train_iters: int,
         *,
         first_step: int = 1,
+        branches: bool = False,
         log_interval: int = 1,
         tensorboard_dir: str | None = None,
         jsonl: str | None = None,
@@ -194,12 +196,12 @@ class MetricsLogger:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._evaluation_paths = {part: evaluation_log(path, part) for part in EVALUATED_PARTS}
                 files = [path, *self._evaluation_paths.values()]
-                if first_step > 1:
-                    for file in files:
-                        drop_steps_from(file, first_step)
-                elif moved := move_aside(files):
-                    names = ", ".join(map(str, moved))
-                    print(f"--log-jsonl {jsonl}: of a former run, so moved aside: {names}", file=stream, flush=True)
+                moved = move_aside(files) if first_step == 1 else copy_aside(files, first_step) if branches else []
+                if moved:
+                    what = "moved aside" if first_step == 1 else "kept aside, as this run takes some of its steps again"
+                    print(f"--log-jsonl {jsonl}: of a former run, so {what}: {', '.join(map(str, moved))}", file=stream, flush=True)
+                for file in files if first_step > 1 else ():
+                    drop_steps_from(file, first_step)
                 self._jsonl = path.open("a", encoding="utf-8")
         if tensorboard_dir is not None:
             with _refusing("--tensorboard-dir", tensorboard_dir):
@@ -333,8 +335,19 @@ def move_aside(logs: list[Path]) -> list[Path]:
     kept = [path for path in logs if path.exists() and path.stat().st_size]
     for path in kept:
         _records(path)
-    number = next(n for n in itertools.count(1) if not any(_numbered(path, n).exists() for path in logs))
+    number = _free_number(logs)
     return [path.rename(_numbered(path, number)) for path in kept]
+
+
+def copy_aside(logs: list[Path], first_step: int) -> list[Path]:
+    """Copies those of a run's files that have records of `first_step` or later, named as by `move_aside`."""
+    later = [path for path in logs if path.exists() and any(step >= first_step for step, _ in _records(path))]
+    number = _free_number(logs)
+    return [Path(shutil.copy2(path, _numbered(path, number))) for path in later]
+
+
+def _free_number(logs: list[Path]) -> int:
+    return next(n for n in itertools.count(1) if not any(_numbered(path, n).exists() for path in logs))
 
 
 def _numbered(path: Path, number: int) -> Path:

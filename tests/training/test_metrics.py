@@ -192,6 +192,19 @@ def test_a_resumed_run_moves_nothing_and_a_file_that_holds_nothing_stays(tmp_pat
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_run_that_branches_off_another_keeps_a_copy_of_what_it_takes_again(tmp_path):
+    path = tmp_path / "run.jsonl"
+    log_steps(path, 1, 6)
+    log_evaluations(path, 7, [2, 6])
+    before = path.read_text()
+    kept = f"--log-jsonl {path}: of a former run, so kept aside, as this run takes some of its steps again: {path}.1, "
+    assert log_steps(path, 4, 5, branches=True).startswith(kept)
+    assert steps_of(path) == [1, 2, 3, 4, 5] and (tmp_path / "run.jsonl.1").read_text() == before
+    assert steps_of(tmp_path / "run.valid.jsonl") == [2] and steps_of(tmp_path / "run.valid.jsonl.1") == [2, 6]
+    assert "aside" not in log_steps(path, 6, 7, branches=True), "nothing to lose"
+    assert "aside" not in log_steps(path, 6, 7), "its own steps"
+
+
 def test_nothing_is_moved_when_one_of_the_files_is_no_log(tmp_path):
     log_steps(tmp_path / "run.jsonl", 1, 2)
     (tmp_path / "run.test.jsonl").write_text("# Notes\n")
