@@ -134,7 +134,7 @@ def train(args, config, layout, schedule, model, device, dtype, data, pretrained
             args, config, settings, model, optimizer, data.train, data.eod, device, dtype, evaluator, watchers=watchers,
             started=started,
         )  # fmt: skip
-        peers.checkpoint = lambda: place_to_resume(args) if run.saved_in == args.save else None
+        peers.checkpoint = lambda: place_to_resume(args) if run.can_go_on else None
         for line in run.resume():
             if is_first_rank:
                 print(line, flush=True)

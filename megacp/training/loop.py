@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -31,7 +32,7 @@ from megacp.model.llama import Llama
 from megacp.training.evaluation import Evaluator
 from megacp.training.metrics import MetricsLogger, StepRecord, model_flops_per_step, peak_flops
 from megacp.training.micro_batches import read_micro_batches
-from megacp.training.path_checks import abandoned_steps, place_to_resume
+from megacp.training.path_checks import abandoned_steps, place_to_resume, same_place
 from megacp.training.resilience import TerminationSignal, check_finite
 from megacp.training.memory_phases import CudaGauge, PhaseMeter
 from megacp.training.schedule import learning_rate
@@ -69,7 +70,7 @@ class TrainingRun:
     iteration: int = 0
     consumed_samples: int = 0
     saved_iteration: int = 0  # the last one that a checkpoint holds
-    saved_in: str | None = None  # the folder of that checkpoint
+    can_go_on: bool = False  # --save holds a checkpoint of this run, or the one that it goes on from
     attention_backend: str = ""  # of the last step; depends on its documents
 
     def __post_init__(self):
@@ -79,7 +80,7 @@ class TrainingRun:
     @property
     def branches(self) -> bool:
         """Whether it goes on from a checkpoint that stays another run's: it saves elsewhere, not at all, or from an older step."""
-        return self.iteration > 0 and (self.args.save is None or self.saved_in != self.args.save)
+        return self.iteration > 0 and not self.can_go_on
 
     def resume(self) -> list[str]:
         """Continues from the checkpoint in --load, if there is one, or takes its weights. Returns lines that say what happened."""
@@ -99,8 +100,9 @@ class TrainingRun:
             return [f"loaded {weights}; this run starts at step 0 ({flag})", *changes]
         self.iteration, self.consumed_samples = state["iteration"], state["consumed_samples"]
         self.saved_iteration = self.iteration
-        if place_to_resume(args) == args.save:  # else the flags that made this start would be missing from the advice
-            self.saved_in = directory
+        saves_there = args.save is not None and same_place(Path(directory), Path(args.save))
+        # With flags that must not be given again a checkpoint of its own has to come first.
+        self.can_go_on = saves_there and place_to_resume(args) == args.save
         moments = "; AdamW's moments start at zero (--no-load-optim)" if args.no_load_optim else ""
         lines = [f"loaded {directory}, step {self.iteration}, {self.consumed_samples:,} samples consumed{moments}"]
         if self.iteration >= args.train_iters:
@@ -233,7 +235,7 @@ class TrainingRun:
         except DatasetError as error:
             if self.args.save and self.iteration > self.saved_iteration:
                 self._save()
-            saved = f"; {self._way_on()}" if self.args.save and self.saved_in == self.args.save else ""
+            saved = f"; {self._way_on()}" if self.can_go_on else ""
             raise DatasetError(f"{what}: {error}{saved}") from error
 
     def _set_learning_rate(self) -> float:
@@ -255,7 +257,7 @@ class TrainingRun:
             "args": {name: value for name, value in vars(self.args).items() if not name.startswith("_")},
         }
         save_checkpoint(self.args.save, self.iteration, self.model, self.optimizer, state, keep=self.args.ckpt_keep)
-        self.saved_iteration, self.saved_in = self.iteration, self.args.save
+        self.saved_iteration, self.can_go_on = self.iteration, True
 
     def _record(self, result: StepResult, rate: float, seconds: float) -> StepRecord:
         tokens = self.args.global_batch_size * self.args.seq_length

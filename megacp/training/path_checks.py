@@ -28,18 +28,15 @@ def begin_from_pretrained(args: argparse.Namespace) -> None:
     source = given.absolute().parent if folder.is_checkpoint(given) else given
     for name in ("load", "save"):
         place = getattr(args, name)
-        if place is not None and _same_place(Path(place), source):
+        if place is not None and same_place(Path(place), source):
             free = _free_name(Path(place))
             raise ArgumentError(f"{flag} is also --{name}; this run needs a folder of its own: --load {free} --save {free} works")
-    if args.save is not None and (args.load is None or not _same_place(Path(args.load), Path(args.save))):
+    if args.save is not None and (args.load is None or not same_place(Path(args.load), Path(args.save))):
         raise ArgumentError(f"{flag} with --save {args.save} needs --load {args.save}, from which the same command goes on later")
     if args.load is not None and _holds_something(Path(args.load)):
         return
     if not _holds_something(source):
-        if (given / "config.json").is_file() or any(given.glob("*.safetensors")):
-            raise ArgumentError(f"{flag} is a Hugging Face folder; --load-hf {given} works")
-        what = "holds no checkpoint" if given.is_dir() else "is a file" if given.exists() else "does not exist"
-        raise ArgumentError(f"{flag} {what}; a folder that --save wrote works, or one of the checkpoints in it")
+        raise ArgumentError(f"{flag} {_what_instead(given, flag)}; a folder that --save wrote works, or one of the checkpoints in it")
     args.load, args.finetune = str(source), True
     args.ckpt_step = int(given.absolute().name.removeprefix("iter_")) if source != given else None
 
@@ -84,13 +81,11 @@ def _check_load(load: Path, args: argparse.Namespace) -> None:
                 there = f"those of {', '.join(map(str, found))} are there, and without --ckpt-step that of {_newest(load)} is taken"
             raise ArgumentError(f"--ckpt-step {args.ckpt_step}: --load {load} holds no checkpoint of this step; {there}")
         return
-    if (load / "config.json").is_file() or any(load.glob("*.safetensors")):
-        raise ArgumentError(f"--load {load} is a Hugging Face folder; --load-hf {load} works")
-    what = "holds no checkpoint" if load.is_dir() else "is a file" if load.exists() else "does not exist"
+    what = _what_instead(load, f"--load {load}")
     if args.finetune or args.ckpt_step is not None:
         flag = "--finetune" if args.finetune else f"--ckpt-step {args.ckpt_step}"
         raise ArgumentError(f"--load {load} {what}, and {flag} starts from one; a folder that --save wrote works")
-    starts_here = args.load_hf is not None or (args.save is not None and _same_place(load, Path(args.save)))
+    starts_here = args.load_hf is not None or (args.save is not None and same_place(load, Path(args.save)))
     if not starts_here:
         raise ArgumentError(
             f"--load {load} {what}; a folder that --save wrote works. To start from initial weights, leave --load out, or give "
@@ -98,9 +93,16 @@ def _check_load(load: Path, args: argparse.Namespace) -> None:
         )
 
 
+def _what_instead(place: Path, said: str) -> str:
+    """What is there instead of checkpoints; `said` is how the place was given. Refuses a Hugging Face folder, whose flag is another."""
+    if (place / "config.json").is_file() or any(place.glob("*.safetensors")):
+        raise ArgumentError(f"{said} is a Hugging Face folder; --load-hf {place} works")
+    return "holds no checkpoint" if place.is_dir() else "is a file" if place.exists() else "does not exist"
+
+
 def _check_not_anothers(save: Path, args: argparse.Namespace) -> None:
     """Checkpoints that this run does not go on from would fall to --ckpt-keep, or be replaced by one of the same step."""
-    same = args.load is not None and _same_place(save, Path(args.load))
+    same = args.load is not None and same_place(save, Path(args.load))
     if same and args.finetune:
         raise ArgumentError(
             f"--save {save} is the folder of --load: with --finetune this run starts at step 0, and its checkpoints would go among "
@@ -123,16 +125,16 @@ def place_to_resume(args: argparse.Namespace) -> str | None:
     """What the --load of a run is that goes on from the checkpoints of --save; None: nothing is saved."""
     if args.save is None:
         return None
+    if args.pretrained_checkpoint is not None:  # the same command goes on
+        return args.save
     given = {"--finetune": args.finetune, "--no-load-optim": args.no_load_optim, "--ckpt-step": args.ckpt_step is not None}
     once = [flag for flag, is_given in given.items() if is_given]  # given again they would undo what was trained since
-    if args.pretrained_checkpoint is not None:  # which sets them itself, and not again
-        once = []
     return f"{args.save} without {' and '.join(once)}" if once else args.save
 
 
 def abandoned_steps(args: argparse.Namespace) -> list[int]:
     """Steps of checkpoints saved after that of --ckpt-step in the folder in which this run saves too, and so replaces them."""
-    if args.ckpt_step is None or args.save is None or not _same_place(Path(args.save), Path(args.load)):
+    if args.ckpt_step is None or args.save is None or not same_place(Path(args.save), Path(args.load)):
         return []
     saved_in_turn = list(folder.complete_checkpoints(Path(args.save)))
     return saved_in_turn[saved_in_turn.index(args.ckpt_step) + 1 :]
@@ -167,7 +169,7 @@ def _holds_something(load: Path) -> bool:
     return bool(folder.complete_checkpoints(load)) or (load / folder.TRACKER).exists()
 
 
-def _same_place(one: Path, other: Path) -> bool:
+def same_place(one: Path, other: Path) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 

@@ -2,7 +2,7 @@
 
     with PeerWatch(timeout=timeout) as peers:                        # by every rank, once the groups exist
         run = TrainingRun(..., watchers=[peers])
-        peers.checkpoint = lambda: run.saved_in
+        peers.checkpoint = lambda: "ckpt" if run.can_go_on else None
         run.train(logger)
 
     [rank 0] error: rank 3 (host node-1, pid 4711) ended during step 12 without a word: it crashed, or was killed, …

@@ -12,10 +12,10 @@ shards to the GPU on the way, a reduced gradient leaves for the host while the b
 """
 
 import torch
-from torch.nn import Module
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.nn import Module
 
 from megacp.checkpointing.huggingface import HuggingFaceWeights
 from megacp.checkpointing.sharded_weights import read_weights
