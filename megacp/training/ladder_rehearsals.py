@@ -157,7 +157,7 @@ def of_all_layers(rung: Rung, report: str, command: list[str]) -> Measured:
     whole, short = predict_phases(job, plans), predict_phases(rehearsal.job, rehearsal.plans)
     peaks = {}
     for phase, memory in phases.items():
-        peaks[phase] = memory["peak"] + _bytes_in(phase, whole) - _bytes_in(phase, short)
+        peaks[phase] = memory["peak"] + bytes_in(phase, whole) - bytes_in(phase, short)
     highest = max(peaks, key=peaks.get)
     return Measured(
         peaks[highest], predict(job, plans).device_bytes, highest, rehearsal.job.config.num_layers, rehearsal.device,
@@ -165,7 +165,7 @@ def of_all_layers(rung: Rung, report: str, command: list[str]) -> Measured:
     )  # fmt: skip
 
 
-def _bytes_in(phase: str, predicted: dict[str, Prediction]) -> int:
+def bytes_in(phase: str, predicted: dict[str, Prediction]) -> int:
     """Predicted bytes of a rehearsal's phase. "between" has both moments; beyond it states and gradients alone grow with the layers."""
     if phase in predicted:
         return predicted[phase].device_bytes

@@ -5,12 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megacp.arguments import parse_args
+from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.memory.policy import PLANS, plan_of
+from megacp.model.config import preset
+from megacp.planner import Job, predict_phases
 from megacp.planning.ladder import ladder
 from megacp.training.capacity import job_of, parse_planned
-from megacp.training.ladder_rehearsals import LadderRehearsals, NotMeasured
+from megacp.training.ladder_rehearsals import LadderRehearsals, NotMeasured, bytes_in
 
 FLAGS = "--model llama-tiny --vocab-size 512 --mlp-tile-size 512 --loss-tile-size 512 --upipe-query-chunk 512".split()
 TOKENS, SECONDS = 4096, 60
@@ -89,3 +93,14 @@ def test_a_report_is_taken_for_its_own_job_alone(rungs, tmp_path):
         without.measure(rung, SECONDS)
     with pytest.raises(NotMeasured, match="not done"):
         rehearsals(tmp_path, resume=True).measure(rung, 0.01)
+
+
+def test_between_forward_and_backward_is_the_larger_of_two_moments():
+    """Activations of all layers are there when the head's gradient is reduced, none when the embedding's is made."""
+    config = replace(preset("llama-tiny"), untie_embeddings_and_output_weights=True)
+    job = Job(config, build_head_schedule(8, 4, 4, 4), 4096, 4, 256, 64, torch.bfloat16)
+    phases = predict_phases(job, [PLANS["gpu"]] * config.num_layers)
+    larger, smaller = (phases[moment].device_bytes for moment in ("head backward", "embedding backward"))
+    assert bytes_in("between", phases) == larger > smaller
+    assert bytes_in("optimizer", phases) == smaller
+    assert bytes_in("head", phases) == phases["head"].device_bytes
