@@ -320,6 +320,8 @@ def _add_training(parser):
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda when there is one")
     add("--attention-backend", choices=("auto", "fa4", "fa3", "fa2", "cudnn", "torch", "reference"), default="auto",
         help="auto: the fastest that runs this shape")  # fmt: skip
+    add("--cross-entropy-fusion-impl", choices=("auto", "native", "quack"), default="auto",
+        help="of the output head: native, matrix products and a kernel between them; quack, fused (Hopper, bf16; auto's choice there)")
     add("--deterministic", action="store_true",
         help="the same bits from every step of the same job on the same GPUs; attention's backward is slower")  # fmt: skip
     add("--mlp-tile-size", type=COUNT, metavar="TOKENS",

@@ -107,7 +107,8 @@ class RehearsalReport:
         for name, phase in self.phases.items():
             above = phase.peak - self.states
             lines.append(f"{name:16}{phase.peak / GIB:10.3f}{above / GIB:18.3f}{above / self.u:9.2f}")
-        reserved = "" if self.reserved is None else f"; the allocator held {_gib(self.reserved)}"
+        those = " for these layers" if len(self.computing_layers) < self.layers else ""
+        reserved = "" if self.reserved is None else f"; the allocator held {_gib(self.reserved)}{those}"
         lines += [
             f"{'most':16}{self.peak / GIB:10.3f}{reserved}",
             f"one layer alone: forward {self.layer_forward / self.u:.2f} u, backward {self.layer_backward / self.u:.2f} u and "

@@ -19,13 +19,18 @@ from torch import Tensor
 from megacp.kernels.precision import compute_dtype
 
 
-def accumulate_weight_gradient(total_oi: Tensor, dy_to: Tensor, x_ti: Tensor) -> None:
-    """Adds dy^T x to the matrix `total_oi`, in place; `matrix_total` makes one of a slice of heads."""
+def accumulate_weight_gradient(total_oi: Tensor, dy_to: Tensor, x_ti: Tensor, first: bool = False) -> None:
+    """Adds dy^T x to the matrix `total_oi`, in place; `matrix_total` makes one of a slice of heads.
+
+    `first`: nothing is there yet, and what the memory holds is overwritten, not read: no zeros need be written before.
+    """
     dtype = compute_dtype(x_ti.dtype)
     if x_ti.dtype == dtype or x_ti.device.type == "meta":  # on the meta device nothing is computed, and this takes nothing
-        total_oi.addmm_(dy_to.t(), x_ti)
+        total_oi.addmm_(dy_to.t(), x_ti, beta=0 if first else 1)  # beta = 0 lets nan pass by
     elif x_ti.device.type == "cpu":
-        total_oi.addmm_(dy_to.t().to(dtype), x_ti.to(dtype))
+        total_oi.addmm_(dy_to.t().to(dtype), x_ti.to(dtype), beta=0 if first else 1)
+    elif first:
+        torch.mm(dy_to.t(), x_ti, out_dtype=dtype, out=total_oi)
     else:
         # `out` is the summand itself, so nothing is copied; an fp32 summand beside bf16 factors is accepted since torch 2.10.
         torch.addmm(total_oi, dy_to.t(), x_ti, out_dtype=dtype, out=total_oi)

@@ -58,11 +58,15 @@ class Rehearsal:
     steps: tuple[RehearsedStep, ...] = ()  # none: a report that tells of the last step only
 
     @property
+    def few_computed(self) -> bool:
+        """Whether some layers only took their memory: the peak is the job's, but neither its seconds nor the allocator's share."""
+        return self.computing_layers not in (None, self.job.config.num_layers)
+
+    @property
     def not_timed(self) -> str | None:
         """Why its seconds are not those of the job's step; None: they are."""
-        layers = self.job.config.num_layers
-        if self.computing_layers not in (None, layers):
-            return f"{self.computing_layers} of {layers} layers computed"
+        if self.few_computed:
+            return f"{self.computing_layers} of {self.job.config.num_layers} layers computed"
         return "attention was a stub" if self.attention.startswith(STUB) else None
 
     @property
