@@ -20,7 +20,7 @@ from megacp.benchmark.report import Column
 from megacp.benchmark.roofline import outside_share, roofline
 from megacp.benchmark.session import Session, model_named
 from megacp.benchmark.work import head_model_flops
-from megacp.kernels.linear_cross_entropy import AUTO, IMPLEMENTATIONS, select_implementation
+from megacp.kernels.linear_cross_entropy import IMPLEMENTATIONS, NATIVE, check_implementation
 from megacp.kernels.precision import compute_dtype
 from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
@@ -61,9 +61,8 @@ class HeadBench:
         self._case, self._device, self._gauge = case, device, gauge
         config = replace(case.config, untie_embeddings_and_output_weights=True)
         self._head = OutputHead(config, device=device, dtype=dtype)
-        sizes = config.vocab_size, config.hidden_size, case.tile_size
-        choice = select_implementation(case.implementation, device, dtype, *sizes)
-        self._head.implementation = choice.name
+        check_implementation(case.implementation, device, dtype, config.vocab_size, config.hidden_size, case.tile_size)
+        self._head.implementation = case.implementation
         for weight in self._head.parameters():
             weight.grad_dtype = compute_dtype(dtype)  # as in training: it is not rounded to the weight's
         with torch.no_grad():
@@ -101,7 +100,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=token_count, nargs="+", default=[16384], metavar="TOKENS", help="of the rank: 4K, 128K (default: 16K)")
     add("--loss-tile-size", type=token_count, nargs="+", default=[4096], metavar="TOKENS",
         help="per step of the head (default: 4096)")  # fmt: skip
-    add("--cross-entropy-fusion-impl", choices=(AUTO, *IMPLEMENTATIONS), nargs="+", default=[AUTO], help="as of pretrain_llama.py")
+    add("--cross-entropy-fusion-impl", choices=IMPLEMENTATIONS, nargs="+", default=[NATIVE], help="as of pretrain_llama.py")
     add("--vocab-size", type=COUNT, metavar="N", help="instead of the model's")
     add("--no-profile", action="store_false", dest="profile",
         help="without the one repetition more, not timed, whose kernels tell where the time goes")  # fmt: skip

@@ -18,51 +18,25 @@ from importlib import metadata
 import torch
 from torch import Tensor
 
-from megacp.kernels.attention.probe import compute_capability, device_name, import_error
+from megacp.kernels.attention.probe import compute_capability, import_error
 from megacp.kernels.cross_entropy import cross_entropy_forward_backward_
 from megacp.kernels.triton_support import is_predicted
 from megacp.kernels.weight_gradient import accumulate_weight_gradient
 
-FLAG = "--cross-entropy-fusion-impl"
-AUTO, NATIVE, QUACK = "auto", "native", "quack"
-IMPLEMENTATIONS = (NATIVE, QUACK)
+IMPLEMENTATIONS = NATIVE, QUACK = "native", "quack"
 
 QUACK_MODULE = "megacp.kernels.linear_cross_entropy_quack"
 QUACK_VERSIONS = "0.6."  # what is put together there changes between versions
 ROWS = 128  # of a program of QuACK's products: tokens, and in the weight's gradient words of the vocabulary
 COLUMN_TILES = (192, 128)  # words of a program of the first product, best first
 POWER_WORDS = 64  # words for which a factor of a token is stored: every column tile is a multiple
-SMALLEST_WEIGHT = 2**26  # elements; the products of a smaller head take less than to compile them, some ten seconds
 
 
-@dataclass(frozen=True)
-class ImplementationChoice:
-    """The implementation to pass to `linear_cross_entropy`, and why it was taken."""
-
-    name: str
-    reason: str
-
-
-def select_implementation(
-    requested: str, device: torch.device, dtype: torch.dtype, vocab: int, hidden: int, tile_size: int
-) -> ImplementationChoice:
-    """The requested implementation, or for "auto" the fastest that serves tiles of `tile_size` tokens.
-
-    Raises ValueError that names --cross-entropy-fusion-impl and why "quack" cannot serve.
-    """
-    setting = f"{device_name(device)}, {str(dtype).removeprefix('torch.')}, vocabulary {vocab:,}"
-    if requested == NATIVE:
-        return ImplementationChoice(NATIVE, f"{NATIVE}: asked for ({setting})")
-    refused = _quack_refusal(device, dtype, vocab, hidden, tile_size)
-    if requested == QUACK:
-        if refused:
-            raise ValueError(f"{FLAG} {QUACK} cannot serve ({setting}): {refused}; {AUTO} or {NATIVE} can")
-        return ImplementationChoice(QUACK, f"{QUACK}: asked for ({setting})")
-    if refused is None and vocab * hidden < SMALLEST_WEIGHT:
-        refused = f"{vocab:,} x {hidden:,} is too small a head to compile it for"
+def check_implementation(name: str, device: torch.device, dtype: torch.dtype, vocab: int, hidden: int, tile_size: int) -> None:
+    """Raises ValueError that names --cross-entropy-fusion-impl when `linear_cross_entropy` cannot serve tiles of so many tokens by it."""
+    refused = _quack_refusal(device, dtype, vocab, hidden, tile_size) if name == QUACK else None
     if refused:
-        return ImplementationChoice(NATIVE, f"{NATIVE}: serves {setting}; not {QUACK}: {refused}")
-    return ImplementationChoice(QUACK, f"{QUACK}: the fastest that serves {setting}")
+        raise ValueError(f"--cross-entropy-fusion-impl {QUACK} cannot serve: {refused}; {NATIVE} can")
 
 
 def linear_cross_entropy(
@@ -76,11 +50,11 @@ def linear_cross_entropy(
     """
     tokens, vocab = len(y_td), len(weight_Vd)
     if implementation == QUACK and tokens % ROWS == 0:
-        from megacp.kernels.linear_cross_entropy_quack import linear_cross_entropy_quack
+        if not is_predicted(y_td):
+            from megacp.kernels.linear_cross_entropy_quack import linear_cross_entropy_quack
 
-        return linear_cross_entropy_quack(y_td, weight_Vd, labels_t, grad_scale, dweight_Vd, first)
-    if is_predicted(y_td) and tokens % ROWS == 0 and column_tile(vocab):
-        scratch = Scratch.like(y_td, vocab)  # noqa: F841, counted with what follows
+            return linear_cross_entropy_quack(y_td, weight_Vd, labels_t, grad_scale, dweight_Vd, first)
+        scratch = Scratch.like(y_td, vocab)  # noqa: F841, counted beside the logits, in whose place are the exponentials
     logits_tV = y_td @ weight_Vd.t()
     loss_t = cross_entropy_forward_backward_(logits_tV, labels_t, grad_scale)
     accumulate_weight_gradient(dweight_Vd, logits_tV, y_td, first)

@@ -24,7 +24,7 @@ from megacp.model.layer_context import tiles
 class OutputHead(nn.Module):
     """Parameters `norm [d]` and, unless the embeddings are tied, `lm_head [V, d]`.
 
-    `implementation` of the cross-entropy in training, as `select_implementation` named it; set before the first forward.
+    `implementation` of the cross-entropy in training, one that `check_implementation` has passed.
     """
 
     implementation = NATIVE

@@ -28,9 +28,9 @@ ASSUMED_GPU_PEAK_FLOPS = 1e14
 
 def startup_summary(
     args: argparse.Namespace, layout: ParallelLayout, job: Job, plans: list[LayerPlan], device: torch.device, peak: float | None,
-    data: TrainingData, timeout: timedelta, head: str, notes: list[str],
+    data: TrainingData, timeout: timedelta, notes: list[str],
 ) -> str:  # fmt: skip
-    """The lines printed at start; `notes` come last, each as a warning. `peak`: of the device, FLOP/s, for MFU. `head`: how it computes."""
+    """The lines printed at start; `notes` come last, each as a warning. `peak`: of the device, FLOP/s, for MFU."""
     config, schedule = job.config, job.schedule
     context, data_size = layout.context_parallel_size, layout.data_parallel_size
     tied = "untied" if config.untie_embeddings_and_output_weights else "tied"
@@ -52,7 +52,6 @@ def startup_summary(
         f"time, {accumulation} accumulated; attention mask {args.attention_mask}",
         "memory": f"predicted peak per rank {memory.device_bytes / GIB:.2f} GiB: {parts}{elsewhere}",
         **({"optimizer": optimizer_summary(job)} if job.states_on_host else {}),
-        "head": head,
         "plan": f"\n{'':10} ".join(table(plans)),
         "data": data.description,
         **({"evaluation": evaluation_summary(args, data)} if args.eval_interval else {}),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megacp.kernels.cross_entropy import IGNORE_INDEX
-from megacp.kernels.linear_cross_entropy import linear_cross_entropy, select_implementation
+from megacp.kernels.linear_cross_entropy import check_implementation, linear_cross_entropy
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
@@ -13,13 +13,11 @@ DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16
 
 
-def serving(implementation, vocab=128256, hidden=4096):
-    if implementation == "quack":
-        try:
-            select_implementation("quack", DEVICE, BF16, vocab, hidden, 4096)
-        except ValueError as refused:
-            pytest.skip(str(refused))
-    return implementation
+def serving(implementation):
+    try:
+        check_implementation(implementation, DEVICE, BF16, 128256, 4096, 4096)
+    except ValueError as refused:
+        pytest.skip(str(refused))
 
 
 def head(tokens, vocab, hidden, spread=1.0, seed=0):

@@ -5,7 +5,7 @@ import torch
 
 from megacp.kernels import linear_cross_entropy as module
 from megacp.kernels.cross_entropy import IGNORE_INDEX
-from megacp.kernels.linear_cross_entropy import linear_cross_entropy, select_implementation
+from megacp.kernels.linear_cross_entropy import check_implementation, linear_cross_entropy
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-7}
 GPU = torch.device("cuda", 0)
@@ -40,41 +40,42 @@ def test_two_tiles_give_losses_and_gradients_of_one_stream(dtype):
     assert dweight_Vd.dtype == wide and parts[0][1].dtype == dtype
 
 
+SETTING = {"device": GPU, "dtype": torch.bfloat16, "vocab": 128256, "hidden": 4096, "tile_size": 4096}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(module, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(module, "_quack_error", lambda: None)
+    return monkeypatch
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"device": torch.device("cpu")}, "CUDA device, not cpu"),
-        ({"capability": (8, 0)}, "for Hopper"),
+        ({"device": torch.device("cpu")}, "a CUDA device, not cpu"),
         ({"dtype": torch.float32}, "float32: it takes bfloat16"),
         ({"vocab": 32001}, "vocabulary 32,001: it takes multiples of 128, such as --vocab-size 32128"),
         ({"hidden": 4100}, "hidden size 4100: it takes multiples of 8"),
-        ({"tile": 1000}, "--loss-tile-size 1000: it takes multiples of 128, such as 1024"),
-        ({"error": "the package quack-kernels is not installed"}, "quack-kernels is not installed"),
+        ({"tile_size": 1000}, "--loss-tile-size 1000: it takes multiples of 128, such as 1024"),
     ],
 )
-def test_what_quack_cannot_serve_is_refused_by_name_and_passed_over_by_auto(change, words, monkeypatch):
-    setting = {"device": GPU, "dtype": torch.bfloat16, "vocab": 128256, "hidden": 4096, "tile": 4096, "capability": (9, 0), "error": None}
-    setting |= change
-    monkeypatch.setattr(module, "compute_capability", lambda device: setting["capability"])
-    monkeypatch.setattr(module, "device_name", str)
-    monkeypatch.setattr(module, "_quack_error", lambda: setting["error"])
-    sizes = setting["device"], setting["dtype"], setting["vocab"], setting["hidden"], setting["tile"]
-    choice = select_implementation("auto", *sizes)
-    assert choice.name == "native" and words in choice.reason
+@pytest.mark.usefixtures("on_hopper")
+def test_what_quack_cannot_serve_is_refused_by_name(change, words):
+    check_implementation("quack", **SETTING)
+    check_implementation("native", **SETTING | change)
     with pytest.raises(ValueError, match="--cross-entropy-fusion-impl quack cannot serve") as refused:
-        select_implementation("quack", *sizes)
-    assert words in str(refused.value)
-    assert select_implementation("native", *sizes).name == "native"
+        check_implementation("quack", **SETTING | change)
+    assert words in str(refused.value) and str(refused.value).endswith("; native can")
 
 
-def test_auto_takes_quack_for_a_large_head_and_a_small_one_only_on_request(monkeypatch):
-    monkeypatch.setattr(module, "compute_capability", lambda device: (9, 0))
-    monkeypatch.setattr(module, "device_name", str)
-    monkeypatch.setattr(module, "_quack_error", lambda: None)
-    assert select_implementation("auto", GPU, torch.bfloat16, 128256, 2048, 4096).name == "quack"
-    small = select_implementation("auto", GPU, torch.bfloat16, 4096, 256, 4096)
-    assert small.name == "native" and "too small" in small.reason
-    assert select_implementation("quack", GPU, torch.bfloat16, 4096, 256, 4096).name == "quack"
+def test_another_gpu_or_a_package_that_is_not_there_is_named(on_hopper):
+    on_hopper.setattr(module, "_quack_error", lambda: "ImportError: no such part")
+    with pytest.raises(ValueError, match="ImportError: no such part"):
+        check_implementation("quack", **SETTING)
+    on_hopper.setattr(module, "compute_capability", lambda device: (10, 0))
+    with pytest.raises(ValueError, match="for Hopper"):
+        check_implementation("quack", **SETTING)
 
 
 @pytest.mark.parametrize("version, words", [("0.5.9", "quack-kernels 0.5.9: it is put together for 0.6.*"), (None, "not installed")])
@@ -92,17 +93,13 @@ def test_another_version_of_quack_is_not_taken(version, words, monkeypatch):
         module._quack_error.cache_clear()
 
 
-def test_a_predicted_tile_takes_the_scratch_of_quack():
-    """On the meta device in bf16, as a plan for GPUs counts it; 200 tokens are no multiple of 128 and take the native way."""
-    weight_Vd = torch.empty(384, 64, dtype=torch.bfloat16, device="meta")
-    seen = []
-    original = module.Scratch.like
-    try:
-        module.Scratch.like = classmethod(lambda cls, y_td, vocab: seen.append((len(y_td), vocab)) or original(y_td, vocab))
-        for tokens in (256, 200):
-            y_td = torch.empty(tokens, 64, dtype=torch.bfloat16, device="meta")
-            labels_t = torch.empty(tokens, dtype=torch.int64, device="meta")
-            linear_cross_entropy(y_td, weight_Vd, labels_t, 1.0, torch.empty(384, 64, device="meta"), first=True)
-    finally:
-        module.Scratch.like = original
+def test_a_plan_counts_the_scratch_of_quack_for_the_tiles_that_it_takes(monkeypatch):
+    """In bf16 on the meta device. 200 tokens are no multiple of 128."""
+    seen, original = [], module.Scratch.like
+    monkeypatch.setattr(module.Scratch, "like", lambda y_td, vocab: seen.append((len(y_td), vocab)) or original(y_td, vocab))
+    weight_Vd, dweight_Vd = (torch.empty(384, 64, dtype=dtype, device="meta") for dtype in (torch.bfloat16, torch.float32))
+    for implementation, tokens in (("quack", 256), ("quack", 200), ("native", 256)):
+        y_td = torch.empty(tokens, 64, dtype=torch.bfloat16, device="meta")
+        labels_t = torch.empty(tokens, dtype=torch.int64, device="meta")
+        linear_cross_entropy(y_td, weight_Vd, labels_t, 1.0, dweight_Vd, True, implementation)
     assert seen == [(256, 384)]
