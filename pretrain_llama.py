@@ -26,6 +26,7 @@ One rank of such a job on one GPU, for its memory and time; the GPUs of the othe
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -54,6 +55,7 @@ from megacp.training.optimizer import build_optimizer
 from megacp.training.path_checks import begin_from_pretrained, check_logs, check_paths, place_to_resume
 from megacp.training.peer_watch import PeerWatch
 from megacp.training.run_logs import log_head
+from megacp.training.save_lock import lock_save
 from megacp.training.sharding import allocate_weights, build_model
 from megacp.training.step import step_settings
 from megacp.training.summary import predicted_step_seconds, startup_summary
@@ -109,6 +111,9 @@ def main() -> int:
         if is_first_rank:
             print(startup_summary(args, layout, job, plans, device, peak, data, timeout, notes), flush=True)
         faked = args.dry_run or args.rehearse_world_size
+        if args.save and is_first_rank and not faked:
+            lock = lock_save(Path(args.save))  # noqa: F841, held to the end
+            check_paths(args)  # again: another run may have saved while it was waited for
         initialize_distributed(layout, device, timeout, fake_rank=rank if faked else None)
         model = build_model(config, parallel_state.get_data_context_mesh(), dtype, args.optimizer_cpu_offload)
         model.output_head.implementation = args.cross_entropy_fusion_impl

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megacp.argument_checks import ArgumentError
 from megacp.data.indexed_dataset import IndexedDatasetBuilder
+from megacp.training.save_lock import lock_save
 from tests.distributed import run_distributed
 
 ROOT = Path(__file__).parents[1]
@@ -106,8 +108,11 @@ def test_sigterm_saves_after_the_step_and_exits_0(data, tmp_path):
     while not (log.exists() and len(log.read_text().splitlines()) > 3):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
+    with pytest.raises(ArgumentError, match=f"--save {tmp_path / 'ckpt'} is being saved into by process {process.pid} on"):
+        lock_save(tmp_path / "ckpt", wait_s=0)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
+    lock_save(tmp_path / "ckpt", wait_s=0).close()
     last = records(log)[-1]["step"]
     assert process.returncode == 0
     assert f"SIGTERM: stopped after step {last}" in output
