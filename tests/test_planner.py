@@ -61,6 +61,15 @@ def test_head_memory_is_its_tile_its_weight_gradient_and_two_hidden_states():
     assert 2 * GIB + weight_gradient < small < 2 * GIB + 2 * weight_gradient + 4 * logits + GIB // 16
 
 
+def test_the_fused_cross_entropy_takes_its_scratch_beside_the_logits_place():
+    """A tile of 1,024 tokens, 32 column tiles of 128 words: sums and offsets in fp32, powers of 64 words each and y once more in bf16."""
+    native, fused = (head_count(job_of(head=head)) for head in ("native", "quack"))
+    of_tokens = 1024 * (2 * 32 * 4 + 2 * 4 + 64 * 2 + 4096 * 2)
+    more = sum(fused.parts.values()) - sum(native.parts.values())
+    assert of_tokens - 12 * 1024 <= more <= of_tokens  # the native way is at its most a moment later, with the losses' fp64 sum
+    assert fused.work.gemm_flops == native.work.gemm_flops
+
+
 def test_a_prediction_has_the_states_and_the_deepest_moment():
     job = job_of()
     everything = predict(job, [LayerPlan()] * 6)

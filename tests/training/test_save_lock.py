@@ -55,6 +55,24 @@ def test_with_the_file_removed_the_folder_is_free(tmp_path):
         other.kill()
 
 
+def test_a_file_removed_at_the_last_moment_is_not_what_is_held(tmp_path, monkeypatch):
+    """A lock on a file that has lost its name would keep nobody out."""
+    original, calls = fcntl.flock, []
+
+    def flock(file, operation):
+        if not calls:
+            (tmp_path / NAME).unlink()
+        calls.append(operation)
+        original(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock = lock_save(tmp_path, wait_s=0)
+    assert len(calls) == 2
+    with pytest.raises(ArgumentError):
+        lock_save(tmp_path, wait_s=0)
+    lock.close()
+
+
 def test_without_locks_the_run_goes_on_and_another_error_is_told(tmp_path, monkeypatch):
     def failing(number):
         def flock(file, operation):
