@@ -240,6 +240,26 @@ def test_unreadable_data_in_mid_run_ends_it_with_what_was_trained_saved(tmp_path
     assert (tmp_path / "ckpt" / f"iter_{trained:07}").is_dir()
 
 
+def test_a_dataset_truncated_under_a_run_ends_it_likewise(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "long", np.uint16) as builder:
+        for number in range(400):
+            builder.add_document(np.full(100 * 128, number % 250))
+        builder.finalize()
+    log = tmp_path / "log"
+    flags = [*MODEL, "--data-path", tmp_path / "long", "--tokenizer-type", "Byte", "--split", "1,0,0", "--train-iters", 30000,
+             "--save", tmp_path / "ckpt", "--log-jsonl", log]  # fmt: skip
+    with subprocess.Popen([sys.executable, "pretrain_llama.py", *map(str, flags)], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not (log.exists() and len(log.read_text().splitlines()) > 3):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        os.truncate(tmp_path / "long.bin", 1000)
+        _, errors = process.communicate(timeout=60)
+    trained = records(log)[-1]["step"]
+    assert process.returncode == 2 and f"step {trained + 1} not begun" in errors and "long.bin now ends before byte" in errors
+    assert (tmp_path / "ckpt" / f"iter_{trained:07}").is_dir()
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_a_damaged_checkpoint_is_refused_by_name(data, tmp_path, damage):
     flags = [*MODEL, *data, "--train-iters", 3, "--save", tmp_path / "ckpt"]

@@ -1,4 +1,4 @@
-"""Token ids on disk in Megatron's .bin/.idx format, byte for byte, read through a memory map.
+"""Token ids on disk in Megatron's .bin/.idx format, byte for byte. The index is mapped into memory, tokens are read as asked for.
 
 Two documents, [5, 6, 7] and [8], written with a vocabulary of 256 (so uint16) are
 
@@ -18,7 +18,10 @@ document of more than 2^31 - 1 tokens is stored as several sequences. Every offs
 """
 
 import array
+import errno
+import io
 import os
+import resource
 import struct
 from pathlib import Path
 
@@ -54,7 +57,7 @@ class IndexedDataset:
         self._check_files_exist()
         self._read_index()
         self._check_index()
-        self._tokens = _memory_map(self.bin_path).view(self.dtype)
+        self._bin = _open_among_many(self.bin_path)  # not mapped: a page that cannot be read would end the process without a word
 
     def _check_files_exist(self) -> None:
         for path in (self.idx_path, self.bin_path):
@@ -135,16 +138,25 @@ class IndexedDataset:
         return np.diff(tokens_before[self.document_indices])
 
     def read(self, sequence: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Tokens [start, stop) of one sequence, a view of the memory map: only the pages touched are read from disk."""
+        """Tokens [start, stop) of one sequence. Raises DatasetError naming the file when it is shorter by now, or cannot be read."""
         length = int(self.sequence_lengths[sequence])
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
             raise IndexError(f"{self.bin_path}: tokens [{start}, {stop}) of sequence {sequence}, which has {length}")
-        first = int(self.sequence_pointers[sequence]) // self.dtype.itemsize
-        return self._tokens[first + start : first + stop]
+        tokens_n = np.empty(stop - start, self.dtype)
+        place, left = int(self.sequence_pointers[sequence]) + start * self.dtype.itemsize, memoryview(tokens_n.view(np.uint8))
+        while left:  # a call reads less than 2 GiB
+            try:
+                count = os.preadv(self._bin.fileno(), [left], place)
+            except OSError as error:
+                raise DatasetError(f"{self.bin_path}: byte {place} cannot be read ({error.strerror})") from error
+            if count == 0:
+                raise DatasetError(f"{self.bin_path} now ends before byte {place}; it was longer when the run began")
+            place, left = place + count, left[count:]
+        return tokens_n
 
     def read_document(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of one document, over its sequences. A view where one sequence holds them all."""
+        """Tokens [start, stop) of one document, over its sequences."""
         first, last = int(self.document_indices[document]), int(self.document_indices[document + 1])
         pieces, begin = [], 0  # begin: the sequence's first token, counted in the document
         for sequence in range(first, last):
@@ -244,6 +256,18 @@ class IndexedDatasetBuilder:
             idx.write((pointers * self.dtype.itemsize).astype("<i8").data)
             idx.write(np.array(self._document_indices, dtype="<i8").data)
             flush_to_disk(idx)
+
+
+def _open_among_many(path: Path) -> io.FileIO:
+    """Opens a file to read. Where a blend of many datasets meets the soft limit of open files, that is raised to the hard one."""
+    try:
+        return open(path, "rb", buffering=0)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return open(path, "rb", buffering=0)
 
 
 def _memory_map(path: Path) -> np.ndarray:

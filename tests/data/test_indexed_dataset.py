@@ -1,5 +1,6 @@
 """Megatron's .bin/.idx, compared with files packed by hand from the format's description."""
 
+import errno
 import os
 import struct
 
@@ -170,6 +171,29 @@ class TestBadFiles:
         assert len(binary) == 10
         (tmp_path / "x.bin").write_bytes(binary[:kept])
         self.refuse(tmp_path, rf"x\.bin: the index puts sequence \d .* but the file has {kept} bytes")
+
+    def test_bin_truncated_or_replaced_after_it_was_opened(self, tmp_path):
+        binary, _ = write_by_hand(tmp_path / "x", self.documents)
+        replaced, cut = IndexedDataset(tmp_path / "x"), IndexedDataset(tmp_path / "x")
+        os.truncate(tmp_path / "x.bin", 4)
+        assert cut.read(0, 0, 2).tolist() == [int.from_bytes(binary[at : at + 2], "little") for at in (0, 2)]
+        for sequence, start in ((0, 0), (0, 2), (1, 0)):
+            with pytest.raises(DatasetError, match=r"x\.bin now ends before byte \d+; it was longer when the run began"):
+                cut.read(sequence, start)
+        (tmp_path / "other").write_bytes(bytes(10))
+        os.replace(tmp_path / "other", tmp_path / "x.bin")
+        assert replaced.read(0, 0, 1).tolist() == [int.from_bytes(binary[:2], "little")], "the file that was opened"
+
+    def test_bin_on_a_disk_that_fails(self, tmp_path, monkeypatch):
+        write_by_hand(tmp_path / "x", self.documents)
+        dataset = IndexedDataset(tmp_path / "x")
+
+        def failing(*_):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(os, "preadv", failing)
+        with pytest.raises(DatasetError, match=r"x\.bin: byte 6 cannot be read \(Input/output error\)"):
+            dataset.read(1)
 
     def test_longer_files(self, tmp_path):
         binary, index = write_by_hand(tmp_path / "x", self.documents)
