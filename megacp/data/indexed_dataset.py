@@ -18,10 +18,7 @@ document of more than 2^31 - 1 tokens is stored as several sequences. Every offs
 """
 
 import array
-import errno
-import io
 import os
-import resource
 import struct
 from pathlib import Path
 
@@ -57,7 +54,7 @@ class IndexedDataset:
         self._check_files_exist()
         self._read_index()
         self._check_index()
-        self._bin = _open_among_many(self.bin_path)  # not mapped: a page that cannot be read would end the process without a word
+        self._bin = open(self.bin_path, "rb", buffering=0)  # not mapped: a page that cannot be read would end the process without a word
 
     def _check_files_exist(self) -> None:
         for path in (self.idx_path, self.bin_path):
@@ -256,18 +253,6 @@ class IndexedDatasetBuilder:
             idx.write((pointers * self.dtype.itemsize).astype("<i8").data)
             idx.write(np.array(self._document_indices, dtype="<i8").data)
             flush_to_disk(idx)
-
-
-def _open_among_many(path: Path) -> io.FileIO:
-    """Opens a file to read. Where a blend of many datasets meets the soft limit of open files, that is raised to the hard one."""
-    try:
-        return open(path, "rb", buffering=0)
-    except OSError as error:
-        if error.errno != errno.EMFILE:
-            raise
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return open(path, "rb", buffering=0)
 
 
 def _memory_map(path: Path) -> np.ndarray:
