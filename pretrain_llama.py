@@ -37,7 +37,6 @@ from megacp.checkpointing.distributed import latest_iteration
 from megacp.checkpointing.huggingface import HuggingFaceWeights
 from megacp.checkpointing.random_state import seed_random_state
 from megacp.context_parallel.head_schedule import build_head_schedule
-from megacp.kernels.linear_cross_entropy import check_implementation
 from megacp.parallel_state import ParallelLayout
 from megacp.rehearsal import rehearse
 from megacp.training.activation_plans import activation_plans, check_budgets, memory_job, stages_note
@@ -76,8 +75,6 @@ def main() -> int:
         dtype = resolve_precision(args, device)
         if args.deterministic:
             use_deterministic_kernels()
-        sizes = config.vocab_size, config.hidden_size, args.loss_tile_size
-        check_implementation(args.cross_entropy_fusion_impl, device, dtype, *sizes)
         begin_from_pretrained(args)
         check_paths(args)
         if is_first_rank:
@@ -116,7 +113,6 @@ def main() -> int:
             check_paths(args)  # again: another run may have saved while it was waited for
         initialize_distributed(layout, device, timeout, fake_rank=rank if faked else None)
         model = build_model(config, parallel_state.get_data_context_mesh(), dtype, args.optimizer_cpu_offload)
-        model.output_head.implementation = args.cross_entropy_fusion_impl
         with memory_history(args.record_memory_history if is_first_rank else None, device):
             if args.dry_run:
                 print(f"dry run, rank {rank} of {layout.world_size}: all but the weights was built, nothing was trained")

@@ -35,7 +35,6 @@ from megacp.argument_checks import (
 )
 from megacp.checkpointing.huggingface_config import model_config
 from megacp.context_parallel.head_schedule import legal_heads_per_stage
-from megacp.kernels.linear_cross_entropy import IMPLEMENTATIONS, NATIVE
 from megacp.kernels.rotary import RopeScaling
 from megacp.model.config import PRESETS, ModelConfig, preset
 from megacp.model.layer_context import LEAST_TILE, MOST_TILE, default_tile_size
@@ -321,8 +320,6 @@ def _add_training(parser):
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda when there is one")
     add("--attention-backend", choices=("auto", "fa4", "fa3", "fa2", "cudnn", "torch", "reference"), default="auto",
         help="auto: the fastest that runs this shape")  # fmt: skip
-    add("--cross-entropy-fusion-impl", choices=IMPLEMENTATIONS, default=NATIVE,
-        help="of the output head: native, a kernel between matrix products; quack, inside QuACK's (Hopper, bf16): 2-3%% faster")
     add("--deterministic", action="store_true",
         help="the same bits from every step of the same job on the same GPUs; attention's backward is slower")  # fmt: skip
     add("--mlp-tile-size", type=COUNT, metavar="TOKENS",

@@ -25,7 +25,6 @@ from megacp.context_parallel.all_to_all import Loopback
 from megacp.context_parallel.engine import AttentionSettings
 from megacp.context_parallel.head_schedule import HeadSchedule
 from megacp.kernels.attention import Documents
-from megacp.kernels.linear_cross_entropy import NATIVE
 from megacp.kernels.precision import compute_dtype
 from megacp.kernels.rotary import inverse_frequencies
 from megacp.memory.counting import AllocationCounter
@@ -52,7 +51,7 @@ class Job:
 
     `accumulates`: several micro-batches a step, so that all gradients are there before the last backward begins. `states_on_host`:
     weights, moments and gradients of this rank are in host memory (--optimizer-cpu-offload). `sequences`: of a micro-batch, each one
-    document. `head`: implementation of its cross-entropy.
+    document.
     """
 
     config: ModelConfig
@@ -67,7 +66,6 @@ class Job:
     accumulates: bool = False
     states_on_host: bool = False
     sequences: int = 1
-    head: str = NATIVE
 
     @property
     def geometry(self) -> Geometry:
@@ -355,7 +353,6 @@ def run_head(job: Job, every_step: bool = False) -> HeadCount:
     """Runs the head on the meta device: its input, the gradient of it, a tile, the weight gradient. `every_step` as for a layer."""
     config = job.config
     head = OutputHead(replace(config, untie_embeddings_and_output_weights=True), device=META, dtype=job.dtype)
-    head.implementation = job.head
     memory, work = AllocationCounter("meta", buffer_name), WorkCounter()
     loops = Loops(job.tokens, job.loss_tile_size, memory, work)
     with memory, work, nullcontext() if every_step else few_loss_tiles(loops):

@@ -135,29 +135,6 @@ def test_a_folder_that_another_run_saved_into_while_this_one_waited_is_looked_at
     assert waiting.returncode == 2 and f"--save {tmp_path / 'ckpt'} holds checkpoints up to step 3" in errors
 
 
-def _main_noting_the_heads_way(rank, world_size, flags, file):
-    import pretrain_llama
-    from megacp.model import output_head
-
-    original = output_head.linear_cross_entropy
-
-    def noting(*args, first, implementation):
-        file.write_text(implementation)
-        return original(*args, first=first)
-
-    output_head.linear_cross_entropy = noting
-    pretrain_llama.check_implementation = lambda name, *_: None  # no CPU can serve it
-    _main_with_own_group(rank, world_size, flags)
-
-
-def test_the_head_goes_the_way_that_the_flag_names(data, tmp_path):
-    flags = [str(flag) for flag in (*MODEL, *data, "--train-iters", 3, "--cross-entropy-fusion-impl", "quack")]
-    run_distributed(_main_noting_the_heads_way, 1, flags, tmp_path / "way")
-    assert (tmp_path / "way").read_text() == "quack"
-    refused = run(flags)
-    assert refused.returncode == 2 and "--cross-entropy-fusion-impl quack cannot serve: it needs a CUDA device" in refused.stderr
-
-
 def test_a_loss_that_is_no_number_stops_the_run_and_names_step_and_samples(data, tmp_path):
     flags = [*MODEL, *data, "--train-iters", 10, "--save", tmp_path / "ckpt", "--save-interval", 1, "--lr", 1e30, "--lr-warmup-iters", 0]
     done = run(flags)

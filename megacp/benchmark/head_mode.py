@@ -20,7 +20,6 @@ from megacp.benchmark.report import Column
 from megacp.benchmark.roofline import outside_share, roofline
 from megacp.benchmark.session import Session, model_named
 from megacp.benchmark.work import head_model_flops
-from megacp.kernels.linear_cross_entropy import IMPLEMENTATIONS, NATIVE, check_implementation
 from megacp.kernels.precision import compute_dtype
 from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
@@ -31,7 +30,6 @@ UNIT_TOKENS = 4096  # of the column ms/4K
 
 COLUMNS = [
     Column("model", "model", "", 12), Column("tokens", "tokens", "tokens", 8), Column("loss_tile_size", "tile", "tokens", 6),
-    Column("implementation", "impl", "", 7),
     Column("first_s", "first s", ".3f", 9), Column("seconds", "seconds", ".4f", 9), Column("ms_per_4k_tokens", "ms/4K", ".2f", 9),
     Column("tokens_per_s", "tokens/s", ",.0f", 12), Column("model_tflops", "TFLOP/s", ".4g", 8),
     Column("matmul_share", "% matmul", "%", 8), Column("peak_gib", "peak GiB", ".3f", 9),
@@ -44,14 +42,13 @@ class HeadCase:
     config: ModelConfig
     tokens: int
     tile_size: int
-    implementation: str
 
     @property
     def model_flops(self) -> int:
         return head_model_flops(self.config, self.tokens)
 
     def describe(self) -> dict:
-        return {"model": self.config.name, "tokens": self.tokens, "loss_tile_size": self.tile_size, "implementation": self.implementation}
+        return {"model": self.config.name, "tokens": self.tokens, "loss_tile_size": self.tile_size}
 
 
 class HeadBench:
@@ -61,8 +58,6 @@ class HeadBench:
         self._case, self._device, self._gauge = case, device, gauge
         config = replace(case.config, untie_embeddings_and_output_weights=True)
         self._head = OutputHead(config, device=device, dtype=dtype)
-        check_implementation(case.implementation, device, dtype, config.vocab_size, config.hidden_size, case.tile_size)
-        self._head.implementation = case.implementation
         for weight in self._head.parameters():
             weight.grad_dtype = compute_dtype(dtype)  # as in training: it is not rounded to the weight's
         with torch.no_grad():
@@ -100,7 +95,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=token_count, nargs="+", default=[16384], metavar="TOKENS", help="of the rank: 4K, 128K (default: 16K)")
     add("--loss-tile-size", type=token_count, nargs="+", default=[4096], metavar="TOKENS",
         help="per step of the head (default: 4096)")  # fmt: skip
-    add("--cross-entropy-fusion-impl", choices=IMPLEMENTATIONS, nargs="+", default=[NATIVE], help="as of pretrain_llama.py")
     add("--vocab-size", type=COUNT, metavar="N", help="instead of the model's")
     add("--no-profile", action="store_false", dest="profile",
         help="without the one repetition more, not timed, whose kernels tell where the time goes")  # fmt: skip
@@ -110,8 +104,7 @@ def cases(args: argparse.Namespace) -> list[HeadCase]:
     config = model_named(args.model)
     if args.vocab_size:
         config = replace(config, vocab_size=args.vocab_size)
-    grid = itertools.product(sorted(args.tokens), args.loss_tile_size, args.cross_entropy_fusion_impl)
-    return [HeadCase(config, *case) for case in grid]
+    return [HeadCase(config, *sizes) for sizes in itertools.product(sorted(args.tokens), args.loss_tile_size)]
 
 
 def run(session: Session) -> None:

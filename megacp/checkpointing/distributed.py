@@ -137,10 +137,7 @@ def load_checkpoint(
                 optimizer = None
             entries: dict = {}
             together(group, lambda: _collect(entries, model, optimizer, rank))
-            wanted: dict = {}
-            for shapes in together(group, lambda: _shapes_by_entry(entries)):  # pipeline stages differ in theirs
-                wanted |= shapes
-            _refuse_mismatch(saved, wanted)
+            _refuse_mismatch(saved, _shapes_by_entry(entries))
             together(group, lambda: _verify_files(path, manifest, rank, world_size))
             _expect_random_state(entries, saved, manifest, rank, generators)
             dcp.load(entries, storage_reader=dcp.FileSystemReader(path), process_group=group)

@@ -24,6 +24,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 import zlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -137,7 +138,10 @@ def publish(directory: Path, manifest: Manifest) -> Path:
         os.rename(final, final.with_name(final.name + REPLACED))
     os.rename(working, final)
     sync_directory(directory)
-    write_durably(directory / TRACKER, f"{manifest.iteration}\n")
+    try:
+        write_durably(directory / TRACKER, f"{manifest.iteration}\n")
+    except OSError as error:  # it decides nothing, and the checkpoint is there
+        warnings.warn(f"{directory / TRACKER} could not be written: {error.strerror}; {final.name} is complete", stacklevel=2)
     return final
 
 

@@ -17,7 +17,7 @@ BLOCK, PROGRAMS_PER_PROCESSOR = 4096, 8
 def _kernel(x_ptr, factor_ptr, elements, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
-        for block in range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
+        for block in range(tl.program_id(0), tl.cdiv(tl.cast(elements, tl.int64), BLOCK), tl.num_programs(0)):
             at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + at, mask=at < elements).to(tl.float32)
             tl.store(x_ptr + at, (x * factor).to(x_ptr.dtype.element_ty), mask=at < elements)

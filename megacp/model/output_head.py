@@ -2,9 +2,8 @@
 
     loss = grad_scale · Σ_t crossentropy(W · norm(h_t), label_t)
 
-A tile's logits `[t, V]` live for that tile only: the cross-entropy turns them into their own gradient, and the tile's share of dh
-and dW is added at once (`megacp.kernels.linear_cross_entropy`). So no `[T, V]` exists, logits are computed once, and memory does not
-depend on T but for dh.
+A tile's logits `[t, V]` live for that tile only: the cross-entropy turns them into their own gradient in place, and the tile's
+share of dh and dW is added at once. So no `[T, V]` exists, logits are computed once, and memory does not depend on T but for dh.
 
 Worked example, Llama3-8B, tile of 2,048: logits are 501 MiB in bf16 whatever T is; dW is one fp32 `[128256, 4096]` (1.96 GiB).
 """
@@ -13,21 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from megacp.kernels.cross_entropy import cross_entropy_forward_backward_
-from megacp.kernels.linear_cross_entropy import NATIVE, linear_cross_entropy
 from megacp.kernels.precision import compute_dtype
 from megacp.kernels.rms_norm import rms_norm, rms_norm_backward
 from megacp.kernels.scale import scale_
+from megacp.kernels.weight_gradient import accumulate_weight_gradient
 from megacp.model.config import ModelConfig
 from megacp.model.layer_context import tiles
 
 
 class OutputHead(nn.Module):
-    """Parameters `norm [d]` and, unless the embeddings are tied, `lm_head [V, d]`.
-
-    `implementation` of the cross-entropy in training, one that `check_implementation` has passed.
-    """
-
-    implementation = NATIVE
+    """Parameters `norm [d]` and, unless the embeddings are tied, `lm_head [V, d]`."""
 
     def __init__(self, config: ModelConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
         super().__init__()
@@ -46,11 +40,7 @@ class OutputHead(nn.Module):
         model with tied weights.
         """
         weight_Vd = self.lm_head if tied_weight_Vd is None else tied_weight_Vd
-        if not torch.is_grad_enabled():
-            loss_T = self.token_losses(h_Td, labels_T, tile_size, tied_weight_Vd)
-            return (sum(loss_t.sum(dtype=torch.float64) for loss_t in loss_T.split(tile_size)) * grad_scale).to(loss_T.dtype)
-        settings = grad_scale, tile_size, self.norm_epsilon, self.implementation
-        return _OutputHeadFunction.apply(h_Td, self.norm, weight_Vd, labels_T, *settings)
+        return _OutputHeadFunction.apply(h_Td, self.norm, weight_Vd, labels_T, grad_scale, tile_size, self.norm_epsilon)
 
     @torch.no_grad()
     def token_losses(self, h_Td: Tensor, labels_T: Tensor, tile_size: int, tied_weight_Vd: Tensor | None = None) -> Tensor:
@@ -65,21 +55,22 @@ class OutputHead(nn.Module):
 
 class _OutputHeadFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h_Td, norm_d, weight_Vd, labels_T, grad_scale, tile_size, eps, implementation):
+    def forward(ctx, h_Td, norm_d, weight_Vd, labels_T, grad_scale, tile_size, eps):
         dtype = compute_dtype(h_Td.dtype)
         total = torch.zeros((), dtype=torch.float64, device=h_Td.device)
         dh_Td = torch.empty_like(h_Td)
-        dnorm_d, dweight_Vd = torch.zeros_like(norm_d, dtype=dtype), torch.empty_like(weight_Vd, dtype=dtype)
+        made = torch.empty_like if len(h_Td) else torch.zeros_like  # the first tile overwrites it; without tokens there is none
+        dnorm_d, dweight_Vd = torch.zeros_like(norm_d, dtype=dtype), made(weight_Vd, dtype=dtype)
         for start, stop in tiles(len(h_Td), tile_size):
             h_td = h_Td[start:stop]
             y_td = rms_norm(h_td, norm_d, eps)
-            loss_t, dy_td = linear_cross_entropy(
-                y_td, weight_Vd, labels_T[start:stop], grad_scale, dweight_Vd, first=start == 0, implementation=implementation
-            )
-            total += loss_t.sum(dtype=torch.float64)
-            dh_Td[start:stop], dnorm_tile_d = rms_norm_backward(dy_td, h_td, norm_d, eps)
+            logits_tV = y_td @ weight_Vd.t()
+            total += cross_entropy_forward_backward_(logits_tV, labels_T[start:stop], grad_scale).sum(dtype=torch.float64)
+            accumulate_weight_gradient(dweight_Vd, logits_tV, y_td, first=start == 0)
+            dy_td = logits_tV @ weight_Vd
+            _, dnorm_tile_d = rms_norm_backward(dy_td, h_td, norm_d, eps, out=dh_Td[start:stop])
             dnorm_d += dnorm_tile_d
-            del dy_td  # before the next tile's logits are made
+            del logits_tV, dy_td  # before the next tile's are made
         ctx.grads = dh_Td, dnorm_d, dweight_Vd
         return (total * grad_scale).to(dtype)
 
@@ -88,4 +79,4 @@ class _OutputHeadFunction(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("the output head runs backward once per forward: its gradients are handed over, not copied")
         grads, ctx.grads = ctx.grads, None
-        return *(scale_(x, grad) for x in grads), None, None, None, None, None
+        return *(scale_(x, grad) for x in grads), None, None, None, None

@@ -37,7 +37,7 @@ def memory_job(
     return Job(
         config, schedule, tokens, layout.world_size, args.mlp_tile_size, args.loss_tile_size, dtype, args.upipe_query_chunk,
         accumulates=args.global_batch_size > args.micro_batch_size * layout.data_parallel_size,
-        states_on_host=args.optimizer_cpu_offload, sequences=args.micro_batch_size, head=args.cross_entropy_fusion_impl,
+        states_on_host=args.optimizer_cpu_offload, sequences=args.micro_batch_size,
     )  # fmt: skip
 
 

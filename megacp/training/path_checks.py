@@ -109,6 +109,11 @@ def _check_not_anothers(save: Path, args: argparse.Namespace) -> None:
             f"those that it takes its weights from; a folder of its own works: --save {_free_name(save)}"
         )
     found = list(folder.complete_checkpoints(save))
+    if found and args.pretrained_checkpoint is not None and args.finetune:  # when it was decided what to start from there was none
+        raise ArgumentError(
+            f"--save {save}: meanwhile another run saved checkpoints up to step {max(found)} there; the same command, started again, "
+            "goes on from them"
+        )
     if found and not same:
         raise ArgumentError(
             f"--save {save} holds checkpoints up to step {max(found)} that this run does not go on from, and would replace; "

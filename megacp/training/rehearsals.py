@@ -19,7 +19,6 @@ from megacp.argument_checks import ArgumentError
 from megacp.checkpointing.weights import config_from_json, config_to_json
 from megacp.context_parallel.head_schedule import build_head_schedule
 from megacp.kernels.attention.stub import STUBS
-from megacp.kernels.linear_cross_entropy import NATIVE
 from megacp.memory.policy import LayerPlan
 from megacp.planner import Job, predict
 
@@ -92,7 +91,6 @@ def job_settings(job: Job, plans: list[LayerPlan], micro_batches: int) -> dict:
         "upipe_query_chunk": job.query_chunk,
         "mlp_tile_size": job.tile_size,
         "loss_tile_size": job.loss_tile_size,
-        "cross_entropy_fusion_impl": job.head,
         "micro_batch_size": job.sequences,
         "seq_length": job.tokens * job.schedule.ulysses_degree // job.sequences,
         "micro_batches": micro_batches,
@@ -196,7 +194,6 @@ def _rehearsal(path: str, report: dict) -> Rehearsal:
         config, schedule, report["tokens_per_rank"], report["world_size"], settings["mlp_tile_size"], settings["loss_tile_size"],
         getattr(torch, report["dtype"]), settings["upipe_query_chunk"], kernel if f"{STUB}{kernel}" in STUBS else "fa4",
         settings["micro_batches"] > 1, settings["optimizer_cpu_offload"], settings["micro_batch_size"],
-        settings.get("cross_entropy_fusion_impl", NATIVE),
     )  # fmt: skip
     steps = (RehearsedStep(one["step"], one["seconds"], one["attention_pairs"], one["profiled"]) for one in report.get("steps", []))
     return Rehearsal(

@@ -15,6 +15,7 @@ from megacp.kernels.cross_entropy import (
 )
 from megacp.kernels.rms_norm import rms_norm, rms_norm_backward, rms_norm_backward_reference, rms_norm_reference
 from megacp.kernels.rotary import apply_rotary, inverse_frequencies, rotary_cos_sin
+from megacp.kernels.scale import scale_
 from megacp.kernels.swiglu import swiglu_, swiglu_backward_, swiglu_backward_reference_, swiglu_reference_
 from megacp.kernels.triton_support import serves
 from tests.kernels.rounding import assert_rounded_once
@@ -223,3 +224,10 @@ def bytes_per_second(bytes_moved, inputs, kernel, runs=20):
         stop.synchronize()
         times.append(start.elapsed_time(stop) / 1e3)
     return bytes_moved / statistics.median(times[1:])  # the first compiles
+
+
+@pytest.mark.parametrize("elements", [2**31 - 128, 2**31 + 4096])  # beside the border, where a count of blocks is rounded up past it
+def test_scale_past_2_to_the_31_elements(elements):
+    x = torch.ones(elements, dtype=torch.bfloat16, device=DEVICE)
+    scale_(x, torch.tensor(3.0, device=DEVICE))
+    assert x.amin().item() == x.amax().item() == 3.0

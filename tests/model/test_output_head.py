@@ -32,3 +32,10 @@ def test_gradients_are_handed_over_once():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="once per forward"):
         loss.backward()
+
+
+def test_no_tokens_give_no_loss_and_zero_gradients():
+    head, weight_Vd, h_Td, labels_T = head_and_input()
+    loss = head(h_Td[:0], labels_T[:0], 0.1, 4, weight_Vd)
+    gradients = torch.autograd.grad(loss, (head.norm, weight_Vd))
+    assert loss.item() == 0 and not any(gradient.any() for gradient in gradients)
