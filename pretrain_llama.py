@@ -137,7 +137,7 @@ def train(args, config, layout, schedule, model, device, dtype, data, pretrained
         watchers = [peers, *watchers]
         run = TrainingRun(
             args, config, settings, model, optimizer, data.train, data.eod, device, dtype, evaluator, watchers=watchers,
-            started=started,
+            started=started, data_fingerprint=data.fingerprint() if is_first_rank and (args.save or args.load) else None,
         )  # fmt: skip
         peers.checkpoint = lambda: place_to_resume(args) if run.can_go_on else None
         for line in run.resume():

@@ -34,10 +34,14 @@ case " $* " in
   *" --load "* | *" --load="*) ;;  # goes on from there
   *) [ ! -d "$OUT/checkpoints" ] || { rm -rf "$OUT/checkpoints.before" && mv "$OUT/checkpoints" "$OUT/checkpoints.before"; } ;;
 esac
+case " $* " in
+  *" --train-iters"*) warmup=() ;;  # may be fewer than the warmup's
+  *) warmup=(--lr-warmup-iters 5) ;;
+esac
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" pretrain_llama.py \
   --model llama-tiny --seq-length 8192 --context-parallel-size "$NPROC" --cp-comm-type upipe \
   --data-path "$OUT/stdlib" --split 100,0,0 --tokenizer-type SentencePiece --tokenizer-model "$OUT/tokenizer.model" \
-  --train-iters 40 --lr 2e-3 --min-lr 2e-4 --lr-warmup-iters 5 \
+  --train-iters 40 --lr 2e-3 --min-lr 2e-4 ${warmup[@]+"${warmup[@]}"} \
   --save "$OUT/checkpoints" --tensorboard-dir "$OUT/tensorboard" --log-jsonl "$OUT/log.jsonl" "$@"
 "$PYTHON" tools/plot_loss.py "$OUT/log.jsonl" --output "$OUT/loss.png"
 

@@ -66,7 +66,10 @@ def test_the_quickstart_hands_its_arguments_to_the_training(environment):
     done = bash(["examples/quickstart.sh", "--train-iters", "6"], variables | {"NPROC": "2"})
     assert done.returncode == 0, done.stderr
     (training,) = [line for line in log.read_text().splitlines() if "pretrain_llama.py" in line]
-    assert training.endswith("--train-iters 6")
+    assert training.endswith("--train-iters 6") and "--lr-warmup-iters" not in training, "as few steps as one likes"
+    log.unlink()
+    assert bash(["examples/quickstart.sh"], variables | {"NPROC": "2"}).returncode == 0
+    assert "--train-iters 40 " in log.read_text() and "--lr-warmup-iters 5 " in log.read_text()
 
 
 @pytest.mark.parametrize("script", sorted(map(str, [*ROOT.glob("examples/*.s*"), ROOT / "tests/run.sh", ROOT / ".ci/run"])))

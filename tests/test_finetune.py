@@ -149,7 +149,7 @@ def test_an_older_checkpoint(first_phase, tmp_path):
 
     copy = shutil.copytree(folder, tmp_path / "copy")
     output = _output_of([*FIRST, "--load", copy, "--save", copy, "--ckpt-step", 2, "--exit-interval", 3, "--train-iters", 4])
-    assert "warning: later checkpoints are left behind (step 3); --ckpt-keep 2 deletes them as this run saves" in output
+    assert "warning: later checkpoints are left behind (step 3); --ckpt-keep 2 deletes them before others as this run saves" in output
     assert f"saved in {copy}; --load {copy} without --ckpt-step goes on from there" in output
 
 

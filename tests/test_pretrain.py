@@ -217,6 +217,27 @@ def test_unreadable_data_in_mid_run_ends_it_with_what_was_trained_saved(tmp_path
     assert (tmp_path / "ckpt" / f"iter_{trained:07}").is_dir()
 
 
+def test_a_resumed_run_says_when_its_data_is_no_longer_the_same(data, tmp_path):
+    def dataset(length):
+        with IndexedDatasetBuilder(tmp_path / "text", np.uint16) as builder:
+            builder.add_document(np.arange(length) % 250)
+            builder.finalize()
+
+    dataset(9000)
+    flags = [*MODEL, "--data-path", tmp_path / "text", "--tokenizer-type", "Byte", "--split", "1,0,0", "--train-iters", 6,
+             "--save", tmp_path / "ckpt", "--load", tmp_path / "ckpt", "--exit-interval"]  # fmt: skip
+    assert run([*flags, 3]).returncode == 0
+    unchanged = run([*flags, 4])
+    assert "step 3, 3 samples consumed" in unchanged.stdout and "warning" not in unchanged.stdout
+    dataset(9001)
+    other = run([*flags, 5, "--attention-mask", "causal"])
+    assert other.returncode == 0
+    assert f"warning: --data-path {tmp_path / 'text'} does not hold what it held when the checkpoint was saved: the run goes on at sample 4 of" in other.stdout
+    assert "warning: --attention-mask was document, is causal from here on" in other.stdout
+    other = run([*flags, 6, "--attention-mask", "causal"])
+    assert other.returncode == 0 and "warning" not in other.stdout, "told once: it is this run's own data now"
+
+
 def test_a_dataset_truncated_under_a_run_ends_it_likewise(tmp_path):
     with IndexedDatasetBuilder(tmp_path / "long", np.uint16) as builder:
         for number in range(400):

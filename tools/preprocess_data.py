@@ -160,6 +160,8 @@ def check_same_dataset(prefix: str, options: dict, sources: list[Source]) -> Non
         other = [f"{name} was {made.options.get(name)}" for name, value in wanted.items() if made.options.get(name) != value]
         if [record["path"] for record in made.inputs] != [source.path for source in sources]:
             other.append("it was made of other inputs")
+        changed = (record["path"] for record in made.inputs if is_changed(record))
+        other += [f"{path} has another size now" for path in changed]
     if other:
         raise DatasetError(
             f"--output-prefix {prefix}: {prefix}.bin and .idx are another dataset ({other[0]}); name another prefix, or "
@@ -167,11 +169,16 @@ def check_same_dataset(prefix: str, options: dict, sources: list[Source]) -> Non
         )
 
 
+def is_changed(record: dict) -> bool:
+    """Whether a file that was read has another size now."""
+    return os.path.isfile(record["path"]) and os.path.getsize(record["path"]) != record["bytes"]
+
+
 def check_finished(finished: list[dict], sources: list[Source]) -> None:
     """Raises DatasetError when the inputs that an earlier run has read to the end are not the first of these."""
     for record, source in zip(finished, [*sources, *[None] * len(finished)]):
         same = source is not None and record["path"] == source.path
-        if not same or (os.path.isfile(source.path) and os.path.getsize(source.path) != record["bytes"]):
+        if not same or is_changed(record):
             found = "it has another size now" if same else f"now {source.path if source else 'nothing'} comes there"
             raise DatasetError(
                 f"--input: an earlier run has read {record['path']}, {found}; put the input back as it was, or begin anew with --restart"

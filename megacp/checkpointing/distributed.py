@@ -21,6 +21,7 @@ import json
 import os
 import shutil
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -79,12 +80,13 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     trainer_state: dict,
     keep: int | None = None,
+    abandoned: Collection[int] = (),
 ) -> Path:
     """Writes `directory/iter_<iteration>` and returns its path when it is on disk, complete, for every rank.
 
     trainer_state: anything JSON can hold, equal on all ranks (rank 0's is saved); tuples come back as lists.
     keep: how many of the newest checkpoints stay, this one included; None or 0: all. Older ones are removed only
-    when this one is complete.
+    when this one is complete, and before them those of `abandoned` iterations.
     Raises CheckpointError on every rank when any rank fails.
     """
     directory = Path(directory)
@@ -107,7 +109,7 @@ def save_checkpoint(
         except (RankFailure, CheckpointException) as error:
             outcome = on_first_rank(group, lambda: _clean_up(directory, iteration))
             raise CheckpointError(_save_message(directory, iteration, error, needed, free, outcome)) from error
-        on_first_rank(group, lambda: _prune(directory, keep, iteration))  # the others wait for a slow removal here
+        on_first_rank(group, lambda: _prune(directory, keep, iteration, abandoned))  # the others wait for a slow removal here
     return final
 
 
@@ -203,10 +205,10 @@ def _record_files(working: Path, rank: int, trainer_state: dict) -> dict[str, fo
     return {name: folder.record_file(working / name) for name in names}
 
 
-def _prune(directory: Path, keep: int | None, iteration: int) -> None:
+def _prune(directory: Path, keep: int | None, iteration: int, abandoned: Collection[int]) -> None:
     """The new checkpoint is safe, so an old one that cannot be removed is worth a warning, not the run."""
     try:
-        folder.prune(directory, keep, iteration)
+        folder.prune(directory, keep, iteration, abandoned)
     except OSError as error:
         warnings.warn(f"--save {directory}: an old checkpoint could not be removed: {error}", stacklevel=3)
 

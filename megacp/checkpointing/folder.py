@@ -26,6 +26,7 @@ import re
 import shutil
 import warnings
 import zlib
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -145,15 +146,19 @@ def publish(directory: Path, manifest: Manifest) -> Path:
     return final
 
 
-def prune(directory: Path, keep: int | None, just_saved: int) -> None:
-    """Removes all but the `keep` checkpoints saved last (0 or None: none is removed) and the one just replaced."""
+def prune(directory: Path, keep: int | None, just_saved: int, abandoned: Collection[int] = ()) -> None:
+    """Removes all but the `keep` checkpoints saved last (0 or None: none is removed) and the one just replaced.
+
+    `abandoned` iterations, which this run did not go on from, go before all others. One whose manifest is damaged stays: it may be newer.
+    """
     replaced = directory / (folder_name(just_saved) + REPLACED)
     if replaced.exists():
         discard(replaced)
     if keep:
-        readable = [path for path in complete_checkpoints(directory).values() if _save_number(path) < float("inf")]
-        for path in readable[:-keep]:
-            discard(path)
+        readable = {step: path for step, path in complete_checkpoints(directory).items() if _save_number(path) < float("inf")}
+        left_behind = set(abandoned) - {just_saved}
+        for step in sorted(readable, key=lambda step: step not in left_behind)[:-keep]:
+            discard(readable[step])
 
 
 def discard(folder: Path) -> None:

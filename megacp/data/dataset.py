@@ -14,6 +14,7 @@ All datasets here answer the same questions about sample i (any i >= 0, no end):
     seq_length, len()        tokens per sequence, sequences per epoch
 """
 
+import hashlib
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +24,7 @@ from megacp.data.blended_dataset import BlendedDataset
 from megacp.data.indexed_dataset import DatasetError, IndexedDataset
 from megacp.data.mock_dataset import MockDataset
 from megacp.data.packed_dataset import PackedDataset
-from megacp.data.packing_plan import PackingPlan
+from megacp.data.packing_plan import PackingPlan, fingerprint
 from megacp.data.plan_dataset import PlanDataset
 
 __all__ = [
@@ -130,6 +131,13 @@ def dataset_prefixes(data_path: list[str]) -> list[str]:
     """The prefixes of the datasets behind a --data-path, those of a packing plan too."""
     opened = [_open(path) for _, path in parse_data_path(data_path)]
     return [indexed.prefix for one in opened for indexed in (one.datasets if isinstance(one, PackingPlan) else [one])]
+
+
+def data_fingerprint(data_path: list[str]) -> str:
+    """Of the datasets and plans behind a --data-path; see `packing_plan.fingerprint` for what it tells and takes."""
+    opened = (_open(path) for _, path in parse_data_path(data_path))
+    parts = [one.fingerprint if isinstance(one, PackingPlan) else fingerprint(one) for one in opened]
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
 def _open(path: str) -> IndexedDataset | PackingPlan:

@@ -174,6 +174,12 @@ class PackingPlan:
         self.datasets = [self._open_dataset(entry) for entry in self.meta["datasets"]]
         self.first_documents = np.cumsum([0, *(indexed.num_documents for indexed in self.datasets)])
 
+    @property
+    def fingerprint(self) -> str:
+        """Of its arrays and datasets, wherever they lie; plans of equal sequences have the same."""
+        contents = [self.meta["sha256"][name] for name in ARRAYS] + [entry["fingerprint"] for entry in self.meta["datasets"]]
+        return hashlib.sha256(" ".join(map(str, [*contents, self.seq_length, self.separator, self.padding])).encode()).hexdigest()
+
     def _map_array(self, name: str) -> np.ndarray:
         path = self.folder / f"{name}.npy"
         try:

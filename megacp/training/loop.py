@@ -40,6 +40,7 @@ from megacp.training.step import StepResult, StepSettings, train_step
 
 # What a position in the data means. A checkpoint carries them; a run that changes one of them reads other samples.
 DATA_IDENTITY = ("data_path", "train_data_path", "mock_data", "split", "seq_length", "seed")
+DATA_USE = ("attention_mask", "reset_position_ids", "eod_mask_loss")  # what is made of the samples
 HEADS = ("num_attention_heads", "num_query_groups", "kv_channels")  # weights of the same shapes may be of other heads
 
 
@@ -66,11 +67,13 @@ class TrainingRun:
     evaluator: Evaluator | None = None  # every --eval-interval steps
     meter: PhaseMeter | None = None  # of the device's memory; on a GPU there always is one
     watchers: Sequence[StepWatcher] = ()
+    data_fingerprint: str | None = None  # of what --data-path or --train-data-path holds; None: not asked for, as of mock data
     started: float = field(default_factory=time.monotonic)  # of time.monotonic(), for --exit-duration-in-mins
     iteration: int = 0
     consumed_samples: int = 0
     saved_iteration: int = 0  # the last one that a checkpoint holds
     can_go_on: bool = False  # --save holds a checkpoint of this run, or the one that it goes on from
+    abandoned: list[int] = field(default_factory=list)  # steps in --save after that of --ckpt-step, which this run takes again
     attention_backend: str = ""  # of the last step; depends on its documents
 
     def __post_init__(self):
@@ -109,15 +112,25 @@ class TrainingRun:
             more = self.iteration + args.train_iters
             lines.append(f"nothing left to train: --train-iters {args.train_iters} is reached; --train-iters {more}, say, goes on")
         if left := abandoned_steps(args):
+            self.abandoned = left
             later = f"warning: later checkpoints are left behind (step {', '.join(map(str, left))})"
-            lines.append(f"{later}; --ckpt-keep {args.ckpt_keep} deletes them as this run saves")
+            lines.append(f"{later}; --ckpt-keep {args.ckpt_keep} deletes them before others as this run saves")
         lines += [f"warning: {change}" for change in changes]
-        for name, before in state.get("data", {}).items():  # converted weights have seen none
-            now = getattr(args, name)
-            if before != now:
-                flag = "--" + name.replace("_", "-")
-                lines.append(f"warning: {flag} was {before}, is {now}: the run goes on at sample {self.consumed_samples:,} of other data")
-        return lines
+        return lines + [f"warning: {change}" for change in self._data_changes(state)]
+
+    def _data_changes(self, state: dict) -> list[str]:
+        """In what this run's data differs from that of the checkpoint. Converted weights have seen none."""
+        there = f"the run goes on at sample {self.consumed_samples:,} of other data"
+        flags = {name: "--" + name.replace("_", "-") for name in (*DATA_IDENTITY, *DATA_USE)}
+        before = state.get("data", {})
+        changed = {name: (old, getattr(self.args, name)) for name, old in before.items() if old != getattr(self.args, name)}
+        lines = [f"{flags[name]} was {old}, is {new}: {there}" for name, (old, new) in changed.items() if name in DATA_IDENTITY]
+        fingerprints = {state.get("data_fingerprint"), self.data_fingerprint}
+        if len(fingerprints) == 2 and None not in fingerprints and not lines:
+            name = "train_data_path" if self.args.train_data_path else "data_path"
+            path = " ".join(getattr(self.args, name))
+            lines.append(f"{flags[name]} {path} does not hold what it held when the checkpoint was saved: {there}")
+        return lines + [f"{flags[name]} was {old}, is {new} from here on" for name, (old, new) in changed.items() if name in DATA_USE]
 
     def _check_same_start(self) -> None:
         """Raises CheckpointError on all ranks when they do not find the same in --load, as where it is a disk of each host's own."""
@@ -253,10 +266,13 @@ class TrainingRun:
             "iteration": self.iteration,
             "consumed_samples": self.consumed_samples,
             "model_config": config_to_json(self.config),
-            "data": {name: getattr(self.args, name) for name in DATA_IDENTITY},
+            "data": {name: getattr(self.args, name) for name in (*DATA_IDENTITY, *DATA_USE)},
+            "data_fingerprint": self.data_fingerprint,
             "args": {name: value for name, value in vars(self.args).items() if not name.startswith("_")},
         }
-        save_checkpoint(self.args.save, self.iteration, self.model, self.optimizer, state, keep=self.args.ckpt_keep)
+        save_checkpoint(
+            self.args.save, self.iteration, self.model, self.optimizer, state, keep=self.args.ckpt_keep, abandoned=self.abandoned
+        )
         self.saved_iteration, self.can_go_on = self.iteration, True
 
     def _record(self, result: StepResult, rate: float, seconds: float) -> StepRecord:

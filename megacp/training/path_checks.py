@@ -10,6 +10,7 @@ Nothing that is made stays, so a --dry-run may ask too. Raises ArgumentError nam
 
 import argparse
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -113,6 +114,13 @@ def _check_not_anothers(save: Path, args: argparse.Namespace) -> None:
         raise ArgumentError(
             f"--save {save}: meanwhile another run saved checkpoints up to step {max(found)} there; the same command, started again, "
             "goes on from them"
+        )
+    others = (path.name for path in save.glob("iter_*") if re.fullmatch(r"iter_\d{7,}", path.name) and not folder.is_checkpoint(path))
+    other = next(others, None) or (folder.TRACKER if not found and not same and (save / folder.TRACKER).exists() else None)
+    if other:
+        raise ArgumentError(
+            f"--save {save} holds {other}, but not as this program saves it: another program's, or damaged. Move it away, or take a "
+            f"folder of its own: --save {_free_name(save)}"
         )
     if found and not same:
         raise ArgumentError(

@@ -53,6 +53,7 @@ class StepProfiler:
         self._running = ExitStack()  # the profiler and what it needs; empty when none runs
         self._profile: profile | None = None
         self._begun, self._step = False, 0
+        self._told = False  # that nothing will be profiled
 
     def __enter__(self) -> "StepProfiler":
         return self
@@ -60,13 +61,17 @@ class StepProfiler:
     def __exit__(self, kind, *exception) -> None:
         """Also writes what was profiled when the run ends before the last step to profile."""
         self._finish()
-        if kind is None and not self._begun:
+        if kind is None and not self._begun and not self._told:
             done = f"ended with step {self._step}" if self._step else "trained nothing"
             print(f"warning: no profile: the run {done}, and --profile-step-start was {self._first}", flush=True)
 
     def start_step(self, step: int, batches: list[PackedBatch]) -> None:
         if self._profile is None and self._first - 1 <= step < self._stop:
             self._begin(step)
+        if not self._step and step >= self._stop:
+            works = f"--profile-step-start {step + 1} --profile-step-end {step + 3} works"
+            print(f"warning: no profile: the run goes on with step {step}, and --profile-step-end is {self._stop}; {works}", flush=True)
+            self._told = True
         self._step = step
         self._range = _Range(f"step {step}")
         if self._profile is not None:

@@ -8,7 +8,8 @@
 import argparse
 from dataclasses import dataclass
 
-from megacp.data.dataset import MockDataset, SequenceDataset, build_dataset, build_datasets, dataset_prefixes
+from megacp.data.dataset import MockDataset, SequenceDataset, build_dataset, build_datasets, data_fingerprint
+from megacp.data.dataset import dataset_prefixes
 from megacp.data.indexed_dataset import DatasetError
 from megacp.data.manifest import check_tokenizer
 from megacp.data.tokenizer import build_tokenizer
@@ -26,6 +27,11 @@ class TrainingData:
     valid: SequenceDataset | None = None
     test: SequenceDataset | None = None
     without_test: str = ""
+    train_path: tuple[str, ...] = ()  # empty: mock data
+
+    def fingerprint(self) -> str | None:
+        """Of the training data's files (`data_fingerprint`); None of mock data."""
+        return data_fingerprint(list(self.train_path)) if self.train_path else None
 
 
 def open_training_data(args: argparse.Namespace, config: ModelConfig) -> TrainingData:
@@ -46,7 +52,7 @@ def open_training_data(args: argparse.Namespace, config: ModelConfig) -> Trainin
         train, _, _ = build_datasets(args.data_path, args.split, args.seq_length, args.seed, parts=("train",))
     description = f"{' '.join(args.train_data_path or args.data_path)}: {len(train):,} sequences an epoch, seed {args.seed}"
     held_out = _open_held_out(args) if args.eval_interval else ()
-    return TrainingData(train, eod, vocab_size, description, *held_out)
+    return TrainingData(train, eod, vocab_size, description, *held_out, train_path=tuple(args.train_data_path or args.data_path))
 
 
 def _open_held_out(args: argparse.Namespace) -> tuple[SequenceDataset, SequenceDataset | None, str]:

@@ -78,6 +78,31 @@ def test_keep(tmp_path, keep, left):
     assert folders(tmp_path) == [folder.folder_name(iteration) for iteration in left]
 
 
+def test_what_a_run_went_back_from_goes_first(tmp_path):
+    """Gone on from 20: 30 is left behind, though saved later. In the last save 30 is this run's own."""
+    for iteration in (10, 20, 30):
+        save(tmp_path, iteration)
+    for iteration, left in [(40, [20, 40]), (50, [40, 50]), (30, [30, 50])]:
+        save(tmp_path, iteration)
+        folder.prune(tmp_path, 2, iteration, abandoned=[30])
+        assert folders(tmp_path) == [folder.folder_name(step) for step in left]
+
+
+def test_a_tracker_that_cannot_be_written_is_worth_a_warning(tmp_path, monkeypatch):
+    original = folder.write_durably
+
+    def failing(path, text):
+        if path.name == folder.TRACKER:
+            raise OSError(28, "No space left on device")
+        original(path, text)
+
+    save(tmp_path, 10)
+    monkeypatch.setattr(folder, "write_durably", failing)
+    with pytest.warns(UserWarning, match=f"{folder.TRACKER} could not be written: No space left on device; iter_0000020 is complete"):
+        save(tmp_path, 20)
+    assert latest_iteration(tmp_path) == 20
+
+
 def test_pruning_leaves_what_is_not_a_checkpoint_of_ours(tmp_path):
     (tmp_path / "iter_0000001").mkdir()
     (tmp_path / "notes").mkdir()

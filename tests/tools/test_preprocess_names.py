@@ -37,6 +37,10 @@ def test_another_dataset_of_the_name_is_kept(text, tmp_path, capsys):
     printed = refused(capsys, text, prefix, "--append-eod")
     assert "another dataset (append_eod was False); name another prefix, or --restart" in printed
     assert "another dataset (it was made of other inputs)" in refused(capsys, text / "a.txt", prefix)
+    before = (text / "a.txt").read_text()
+    (text / "a.txt").write_text("longer than it was")
+    assert f"another dataset ({text / 'a.txt'} has another size now); name another prefix, or --restart" in refused(capsys, text, prefix)
+    (text / "a.txt").write_text(before)
     (tmp_path / f"x{MANIFEST}").write_text("{")
     assert "another dataset (no manifest tells what it is made of)" in refused(capsys, text, prefix)
     os.remove(f"{prefix}{MANIFEST}")  # as Megatron's datasets

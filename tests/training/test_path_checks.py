@@ -217,3 +217,32 @@ def test_a_file_that_is_a_folder_or_is_not_ours(tmp_path, monkeypatch, name):
 def test_a_place_that_looks_writable_and_takes_no_file(flag, check):
     message = refusal(check, **{flag: "/proc/profiles/x"})
     assert message.startswith("--" + flag.replace("_", "-") + " /proc/profiles/x") and "no file can be made in /proc" in message
+
+
+def test_what_is_not_saved_by_this_program_is_seen_before_the_step_of_its_name(ckpt, tmp_path):
+    (ckpt / "iter_0000030").mkdir()
+    (ckpt / "iter_0000040.incomplete").mkdir()  # a killed save's, which the next removes
+    for load in (None, ckpt):
+        message = refusal(check_paths, save=ckpt, load=load)
+        assert message.startswith(f"--save {ckpt} holds iter_0000030, but not as this program saves it")
+        check_paths(flags(save=re.search(r"own: --save (\S+)", message)[1], load=load))
+    (ckpt / "iter_0000030").rmdir()
+    check_paths(flags(save=ckpt, load=ckpt))
+    megatron = tmp_path / "megatron"
+    megatron.mkdir()
+    (megatron / "latest_checkpointed_iteration.txt").write_text("release")
+    assert f"--save {megatron} holds latest_checkpointed_iteration.txt, but not as" in refusal(check_paths, save=megatron)
+    (megatron / "latest_checkpointed_iteration.txt").unlink()
+    check_paths(flags(save=megatron))
+
+
+def test_a_phase_whose_folder_another_run_filled_meanwhile_is_told_to_start_again(ckpt, tmp_path):
+    own = flags(pretrained_checkpoint=str(ckpt), load=tmp_path / "own", save=tmp_path / "own")
+    begin_from_pretrained(own)
+    check_paths(own)
+    save(tmp_path / "own", 7)
+    with pytest.raises(ArgumentError, match=f"--save {tmp_path / 'own'}: meanwhile another run saved checkpoints up to step 7 there; the same"):
+        check_paths(own)
+    again = flags(pretrained_checkpoint=str(ckpt), load=tmp_path / "own", save=tmp_path / "own")
+    begin_from_pretrained(again)
+    check_paths(again)

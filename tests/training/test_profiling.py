@@ -26,13 +26,23 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):
     assert "warning: the profile of steps 1-1, rank 5, could not be written" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("steps, said", [([501, 502], "ended with step 502"), ([], "trained nothing")])
+@pytest.mark.parametrize("steps, said", [([1, 2], "ended with step 2"), ([], "trained nothing")])
 def test_a_run_that_does_not_meet_the_steps_to_profile_says_so(tmp_path, capsys, steps, said):
     with StepProfiler(10, 12, str(tmp_path), 0, None, None, torch.device("cpu")) as profiler:
         for step in steps:
             profiler.start_step(step, [])
             profiler.finish_step()
     assert f"warning: no profile: the run {said}, and --profile-step-start was 10" in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_after_the_steps_to_profile_says_so_at_once(tmp_path, capsys):
+    with StepProfiler(10, 12, str(tmp_path), 0, None, None, torch.device("cpu")) as profiler:
+        for step in (81, 82):
+            profiler.start_step(step, [])
+            profiler.finish_step()
+            said = capsys.readouterr().out
+            assert ("the run goes on with step 81, and --profile-step-end is 12; --profile-step-start 82" in said) == (step == 81)
+    assert not capsys.readouterr().out
 
 
 def test_outside_a_profile_functions_and_hooks_are_as_they_were():
