@@ -152,6 +152,10 @@ def test_an_older_checkpoint(first_phase, tmp_path):
     assert "warning: later checkpoints are left behind (step 3); --ckpt-keep 2 deletes them before others as this run saves" in output
     assert f"saved in {copy}; --load {copy} without --ckpt-step goes on from there" in output
 
+    copy = shutil.copytree(folder, tmp_path / "kept")
+    _output_of([*FIRST, "--load", copy, "--save", copy, "--ckpt-step", 2, "--train-iters", 4])
+    assert sorted(path.name for path in copy.glob("iter_*")) == ["iter_0000002", "iter_0000004"], "step 3 was left behind"
+
 
 def _main_with_errors_in_files(rank, world_size, flags, folder):
     sys.stderr = (folder / f"errors{rank}").open("w")

@@ -1,12 +1,14 @@
 """Plans on disk: reads equal the pieces laid end to end, only what is asked for is read, and a stale plan is refused."""
 
 import os
+import shutil
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megacp.data.dataset import data_fingerprint
 from megacp.data.indexed_dataset import DatasetError, IndexedDataset
 from megacp.data.packing import pack
 from megacp.data.packing_plan import ARRAYS, PADDING_DOCUMENT, PackingPlan, describe_datasets, is_plan, write_plan
@@ -162,3 +164,18 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
         write(tmp_path / "plan", [indexed], 16)
     assert sorted(os.listdir(tmp_path)) == ["x.bin", "x.idx"] and not is_plan(tmp_path / "plan")
     assert IndexedDataset(tmp_path / "x").num_tokens == 44
+
+
+def test_a_fingerprint_is_of_what_is_read_wherever_it_lies(tmp_path):
+    documents = numbered_documents([5, 9, 3, 12])
+    (tmp_path / "a").mkdir()
+    indexed = write_dataset(tmp_path / "a" / "x", documents)
+    plan = write(tmp_path / "a" / "plan", [indexed], 8)
+    found = data_fingerprint([str(plan.folder)])
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert data_fingerprint([str(tmp_path / "b" / "plan")]) == found
+    for number, other in enumerate([dict(seq_length=9), dict(seq_length=8, separator=SEPARATOR), dict(seq_length=8, drop_shorter_than=4)]):
+        assert data_fingerprint([str(write(tmp_path / f"plan{number}", [indexed], **other).folder)]) != found
+    same_lengths = write_dataset(tmp_path / "y", [document[::-1] for document in documents])
+    assert data_fingerprint([str(tmp_path / "y")]) != data_fingerprint([indexed.prefix]) != found
+    assert data_fingerprint(["1", indexed.prefix, "2", same_lengths.prefix]) != data_fingerprint([indexed.prefix])
