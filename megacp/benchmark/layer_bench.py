@@ -235,10 +235,13 @@ def gemm_flops(case: LayerCase) -> tuple[int, int]:
     """Executed in matrix products outside attention, forward and backward, recompute counted.
 
     The layer runs on the meta device and its products are counted, so this stays true when the layer's schedule changes. One tile
-    is enough: products are linear in the tokens.
+    is enough: products are linear in the tokens. A file takes no meta tensors, so what would be on disk is
+    on the host, which changes no product.
     """
     meta, dtype, tokens = torch.device("meta"), torch.bfloat16, min(case.tile_size, case.tokens)
-    case, times = replace(case, seq_length=case.ranks * tokens, documents=1, query_chunk=None), Fraction(case.tokens, tokens)
+    times, memory = Fraction(case.tokens, tokens), case.activation_memory
+    memory = "host" if memory == "disk" else memory
+    case = replace(case, seq_length=case.ranks * tokens, documents=1, query_chunk=None, activation_memory=memory)
     layer = DecoderLayer(case.config, 0, device=meta, dtype=dtype)
     context = layer_context(case, "stub-fa4", meta, dtype)
     h_Td = torch.empty(case.tokens, case.config.hidden_size, dtype=dtype, device=meta, requires_grad=True)

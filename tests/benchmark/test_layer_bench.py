@@ -24,8 +24,11 @@ QUERIES, KEYS, OUTPUT, MLP = 256 * 256, 2 * 128 * 256, 256 * 256, 768 * 256  # w
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"heads_per_stage": 8}, {"tile_size": 1024}, {"query_chunk": 512}, {"activation_memory": "lean"}, {"documents": 3}],
-)
+    [
+        {}, {"heads_per_stage": 8}, {"tile_size": 1024}, {"query_chunk": 512}, {"activation_memory": "lean"}, {"documents": 3},
+        {"activation_memory": "disk", "disk_directory": "no such folder"},
+    ],
+)  # fmt: skip
 def test_products_that_a_layer_executes(changes):
     case = dataclasses.replace(CASE, **changes)
     forward = QUERIES + KEYS + OUTPUT + 3 * MLP

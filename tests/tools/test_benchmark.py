@@ -38,6 +38,14 @@ def test_layers_by_length_method_and_plan(tool, tmp_path, capsys):
     assert "ceilings of this run: matmul float32" in text and text.count("upipe U=4") >= 4
 
 
+def test_activations_on_disk_and_the_row_after_them(tool, tmp_path):
+    flags = [*LAYER[1:], "--seq-length", "2K", "--heads-per-stage", "4", "--activation-memory", "disk", "lean"]
+    disk, lean = rows_of(tool, tmp_path / "out", "layer", [*flags, "--disk-offload-dir", tmp_path])
+    assert (disk["plan"], lean["plan"]) == ("disk", "lean") and lean["seconds"] > 0
+    done = [{part["phase"]: part["work"] for part in row["parts"] if part["part"] == "gemm"} for row in (disk, lean)]
+    assert done[0] == done[1]  # the same products, wherever the activations are
+
+
 def test_attention_by_backend_and_documents_skips_what_refuses(tool, tmp_path):
     flags = "--seq-length 512 --heads 2:1 --head-dim 16 --documents 1 8 --lengths equal uneven".split()
     rows = rows_of(tool, tmp_path, "attention", [*flags, "--attention-backend", "fa4", "torch", "reference"])
