@@ -95,10 +95,14 @@ def _write_index(datasets: list[IndexedDataset], index, dtype: np.dtype, code: i
 
 
 def _concatenate(sources: list[Path], output: Path) -> None:
+    """The lines of all `sources`; the last of each may lack its newline."""
     with open(output, "wb") as joined:
         for path in sources:
             with open(path, "rb") as source:
                 shutil.copyfileobj(source, joined, _COPY_BYTES)
+                source.seek(max(0, source.tell() - 1))
+                if source.read(1) not in (b"", b"\n"):  # else the next source's first line would be part of this one's last
+                    joined.write(b"\n")
 
 
 def _merged_manifest(manifests: list[Manifest], tokenizer: dict, dtype: np.dtype, hashes: dict[str, str]) -> Manifest:

@@ -5,6 +5,7 @@ import os
 import numpy as np
 import pytest
 
+from megacp.data.document_groups import read_groups
 from megacp.data.indexed_dataset import DatasetError
 from megacp.data.manifest import MANIFEST, Manifest, describe_tokenizer, read_manifest
 from megacp.data.merge import merge_datasets
@@ -70,6 +71,16 @@ def test_manifest_and_groups_when_all_have_them(tmp_path):
     (tmp_path / "b.groups").unlink()
     merge_datasets([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "partly"))
     assert not (tmp_path / "partly.groups").exists() and read_manifest(str(tmp_path / "partly")) is None
+
+
+def test_groups_without_a_newline_at_their_end(tmp_path):
+    """As a script's "\\n".join(names) leaves them: neighbours at the seam must not become one line, and so one group."""
+    for name, groups in (("a", "one\ntwo"), ("b", "three\n"), ("none", ""), ("c", "four")):
+        write_dataset(tmp_path / name, [[1]] * len(groups.split()))
+        (tmp_path / f"{name}.groups").write_text(groups)
+    merge_datasets([str(tmp_path / name) for name in ("a", "b", "none", "c")], str(tmp_path / "m"))
+    assert (tmp_path / "m.groups").read_text() == "one\ntwo\nthree\nfour\n"
+    assert len(set(read_groups(tmp_path / "m.groups", 4))) == 4
 
 
 def test_nothing_is_left_or_overwritten(tmp_path, monkeypatch):
