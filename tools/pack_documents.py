@@ -79,7 +79,7 @@ def special_ids(args: argparse.Namespace, datasets: list[IndexedDataset]) -> tup
     named = common_tokenizer(prefixes) or {}
     if args.tokenizer_type or args.tokenizer_model:
         tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
-        check_tokenizer(prefixes, tokenizer, args.tokenizer_model)
+        check_tokenizer("--input", prefixes, tokenizer, args.tokenizer_model)
         named = {"eod": tokenizer.eod, "bos": tokenizer.bos, "vocab_size": tokenizer.vocab_size}
     separator = args.separator
     if separator in ("eod", "bos"):

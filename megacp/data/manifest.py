@@ -65,14 +65,14 @@ def read_manifest(prefix: str) -> Manifest | None:
         raise DatasetError(f"{path}: not a manifest of preprocess_data ({error!r})") from None
 
 
-def check_tokenizer(prefixes: list[str], tokenizer: Tokenizer, model: str | None) -> None:
-    """Raises DatasetError when a dataset that has a manifest was made with another tokenizer: its ids would mean other text."""
+def check_tokenizer(flag: str, prefixes: list[str], tokenizer: Tokenizer, model: str | None) -> None:
+    """Raises DatasetError naming `flag` when a manifest tells that another tokenizer made the dataset: its ids would mean other text."""
     for prefix in prefixes:
         manifest = read_manifest(prefix)
         if manifest is not None and manifest.tokenizer["sha256"] != tokenizer.fingerprint:
             made = manifest.tokenizer
             raise DatasetError(
-                f"--data-path {prefix} was made with {made['type']} {made['model'] or ''} (sha256 {made['sha256'][:12]}), but "
+                f"{flag} {prefix} was made with {made['type']} {made['model'] or ''} (sha256 {made['sha256'][:12]}), but "
                 f"--tokenizer-model {model or tokenizer.type} is another tokenizer (sha256 {tokenizer.fingerprint[:12]}); give the one "
                 "it was made with, or preprocess the data again"
             )

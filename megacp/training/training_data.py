@@ -43,8 +43,9 @@ def open_training_data(args: argparse.Namespace, config: ModelConfig) -> Trainin
     eod, vocab_size = None, 0
     if args.tokenizer_type or args.tokenizer_model:
         tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
-        paths = [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
-        check_tokenizer([prefix for path in paths if path for prefix in dataset_prefixes(path)], tokenizer, args.tokenizer_model)
+        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+            if path := getattr(args, name):
+                check_tokenizer(f"--{name.replace('_', '-')}", dataset_prefixes(path), tokenizer, args.tokenizer_model)
         eod, vocab_size = tokenizer.eod, tokenizer.vocab_size
     if args.train_data_path:
         train = build_dataset(args.train_data_path, args.seq_length, args.seed)

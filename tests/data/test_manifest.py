@@ -38,14 +38,21 @@ def test_the_tokenizer_that_made_it(prefix):
 def test_another_tokenizer_is_refused(prefix, tmp_path):
     other = tmp_path / "other.json"
     byte_level(PRE_TOKENIZERS["qwen"]).save(str(other))
-    made = r"--data-path .*/x was made with HuggingFace .*/tokenizer.json \(sha256 .{12}\)"
+    made = r".*/x was made with HuggingFace .*/tokenizer.json \(sha256 .{12}\)"
     message = rf"{made}, but --tokenizer-model .*other.json is another tokenizer \(sha256 .{{12}}\)"
     plan = ["--input", str(prefix), "--output", str(tmp_path / "plan"), "--seq-length", "16"]
     pack_documents.main(plan)
     for flags in (["--data-path", prefix], ["--data-path", "1", prefix, "2", prefix], ["--train-data-path", prefix],
                   ["--data-path", tmp_path / "plan"]):  # fmt: skip
-        with pytest.raises(DatasetError, match=message):
+        with pytest.raises(DatasetError, match=f"^{flags[0]} {message}"):
             open_data(*flags, "--tokenizer-model", other)
+    fine = write_dataset(tmp_path / "fine", [np.arange(40)], np.uint16).prefix  # no manifest tells what made it
+    for flag in ("--valid-data-path", "--test-data-path"):
+        held_out = ["--train-data-path", fine, "--valid-data-path", fine, flag, prefix]
+        with pytest.raises(DatasetError, match=f"^{flag} {message}"):
+            open_data(*held_out, "--tokenizer-model", other)
+    with pytest.raises(SystemExit, match=f"--input {message}"):
+        pack_documents.main([*plan[:3], str(tmp_path / "other"), *plan[4:], "--tokenizer-model", str(other)])
     with pytest.raises(DatasetError, match="but --tokenizer-model Byte is another"):
         open_data("--data-path", prefix, "--tokenizer-type", "Byte")
 
