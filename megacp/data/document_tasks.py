@@ -203,7 +203,7 @@ def _encode_text(encoder: Encoder, document: Document, whole: Piece) -> None:
             encoded = tokenizer.encode_piece(piece.text, piece.first)
             ids += encoded
             if encoder.check_round_trip and not document.altered:
-                document.altered = _is_altered(encoder, document.name, piece, tokenizer.decode_piece(encoded, piece.first))
+                document.altered = _is_altered(encoder, piece, tokenizer.decode_piece(encoded, piece.first))
     except DatasetError as error:
         if encoder.errors != "skip":
             raise _named(document.name, error) from None
@@ -211,7 +211,7 @@ def _encode_text(encoder: Encoder, document: Document, whole: Piece) -> None:
     document.ids = np.array(ids, dtype=dtype)
 
 
-def _is_altered(encoder: Encoder, name: str, piece: Piece, back: str) -> bool:
+def _is_altered(encoder: Encoder, piece: Piece, back: str) -> bool:
     """Whether decoding gives another text. Raises DatasetError unless --errors replace."""
     if back == piece.text or encoder.errors == "replace":
         return back != piece.text
