@@ -50,10 +50,9 @@ from megacp.planner import Job, table
 from megacp.training.activation_plans import GPU_SHARE
 from megacp.training.capacity import Outcome, fewest_gpus, kernel_limit, longest_context, parse_planned, plan_job
 from megacp.training.measured_runs import against_rehearsal, run_table
-from megacp.training.metrics import peak_flops
 from megacp.training.rehearsals import compare, read_rehearsal
 from megacp.training.run_logs import read_run
-from megacp.training.speeds import Speeds, speeds_from
+from megacp.training.speeds import Speeds, known_gpu, speeds_from
 from megacp.training.step_time import StepTime, predict_step_time
 
 USAGE = """plan_memory.py [--gpus N] [--longest | --fewest-gpus] [--json] [flags of pretrain_llama.py]
@@ -69,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=COUNT, metavar="N", help="GPUs of the job")
     question = parser.add_mutually_exclusive_group()
     question.add_argument("--longest", action="store_true", help=f"the longest --seq-length that fits, to {LEAST_TILE:,} tokens a rank or one MLP tile if that is less")
-    question.add_argument("--fewest-gpus", action="store_true", help="the smallest number of GPUs that --seq-length fits on")
+    question.add_argument("--fewest-gpus", action="store_true", help="the smallest number of GPUs that --seq-length fits on, of the context sizes that the heads allow and the largest doubled on")
     question.add_argument("--rehearsal", nargs="+", metavar="FILE", help="reports of rehearsals: predicted against rehearsed peak")
     parser.add_argument("--measured", nargs="+", default=[], metavar="FILE", help="logs of real runs, one for each --rehearsal")
     parser.add_argument("--gpu", metavar="NAME", help="A100, H100, H200 or B200, for its speeds (default: of --calibrate, else H100)")
@@ -109,17 +108,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _against_rehearsal(log: str, report: str, asked: argparse.Namespace) -> dict:
-    """Time is predicted for the GPU that was rehearsed on; not for a CPU."""
+    """Time is predicted for the GPU that was rehearsed on; not for a CPU, nor for a GPU whose speeds are not known."""
     rehearsal, speeds = read_rehearsal(report), None
     given = [*(["--gpu", asked.gpu] if asked.gpu else []), *(["--calibrate", *asked.calibrate] if asked.calibrate else [])]
-    if rehearsal.device != "cpu":
+    if known_gpu(rehearsal.device):
         speeds = speeds_from(asked.gpu or rehearsal.device, asked.calibrate)
-        if peak_flops(speeds.gpu) != peak_flops(rehearsal.device):
+        if known_gpu(speeds.gpu) != known_gpu(rehearsal.device):
             raise ArgumentError(f"--gpu {asked.gpu} is not what --rehearsal {report} was rehearsed on, {rehearsal.device}; without "
                                 "--gpu it works")  # fmt: skip
     elif given:
-        raise ArgumentError(f"--rehearsal {report} was rehearsed on a CPU, and {' '.join(given)} tells the speeds of GPUs; a "
-                            "rehearsal on a GPU works, or none of these flags")  # fmt: skip
+        where = "a CPU" if rehearsal.device == "cpu" else f"{rehearsal.device}, whose speeds are not known"
+        raise ArgumentError(f"--rehearsal {report} was rehearsed on {where}, and {' '.join(given)} tells the speeds of other GPUs; "
+                            "without it it works, for memory alone")  # fmt: skip
     return against_rehearsal(read_run(log), rehearsal, speeds)
 
 

@@ -156,12 +156,14 @@ def shut_down_distributed() -> None:
 
 def launcher_notes(step_seconds: float) -> list[str]:
     """A line for the person when torchrun would kill the ranks in the step that a SIGTERM or Ctrl-C lets them finish and save."""
-    patience = _whole_number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)
+    reads = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)  # older ones wait 30 s whatever it says
+    patience = _whole_number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30) if reads else 30
     if "TORCHELASTIC_RUN_ID" not in os.environ or step_seconds < patience:
         return []
     return [
         f"a step may take {step_seconds:.0f} s, but torchrun kills the ranks {patience} s after SIGTERM or Ctrl-C, before they have saved; "
         f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={math.ceil(3 * step_seconds / 60) * 60} in its environment leaves them time"
+        f"{'' if reads else f', from torch 2.12 on; this is {torch.__version__}'}"
     ]
 
 

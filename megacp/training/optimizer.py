@@ -11,7 +11,7 @@ element, so a rank steps its own shard and nothing is sent. The norm needs one a
 With --optimizer-cpu-offload shards, gradients and moments lie in host memory, and AdamW's fused CPU kernel steps them, the same
 arithmetic in fp32. Gradients arrive during the backward, layer by layer; the update waits for the last one, because every
 element's step depends on the norm of them all. It moves 28 bytes an element, the norm and the clipping 12. One EPYC core measured
-56 GB/s in the update, 27 in the norm: 3 s for a rank of Qwen3-32B on 8 (4.1 billion elements), less on many cores, beside a step
+56 GB/s in the update, 27 in the norm: 4 s for a rank of Qwen3-32B on 8 (4.1 billion elements), less on many cores, beside a step
 of minutes.
 """
 

@@ -92,7 +92,6 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._cuda
         first = max(step, self._first)
         phases = schedule(wait=0, warmup=first - step, active=self._stop - first, repeat=1)
-        self._begun = True
         self._profile = profile(activities=activities, schedule=phases, on_trace_ready=lambda trace: self._write(trace, first))
         self._running.enter_context(named_ranges(self._model, self._optimizer))
         self._running.enter_context(self._profile)
@@ -102,7 +101,10 @@ class StepProfiler:
         self._profile = None
 
     def _write(self, trace: profile, first: int) -> None:
-        """A trace that cannot be written ends with a warning: the run is worth more."""
+        """A trace that cannot be written ends with a warning: the run is worth more. There is none of a run that ended in the warm-up."""
+        if self._step < first:
+            return
+        self._begun = True
         steps = f"{first}-{self._step}"
         path = self._directory / f"rank{self._rank}-steps{steps}.{int(time.time())}.pt.trace.json.gz"
         try:

@@ -9,8 +9,8 @@
     {"time": 1764451234.5, "rank": 0, "step": 12, "phase": "backward", "layer": 16, "fraction": 0.432, "eta_s": 987.1, …}
 
 Hooks at the borders of the layers leave marks in the GPU's queue (CUDA events). A thread asks now and then which of them the GPU
-has passed: what is told is what is done, not what is enqueued. In a job that hangs, the heartbeat's `time` goes on and its
-`last_progress` does not.
+has passed: what is told is what is done, not what is enqueued. In a step that hangs, the heartbeat's `time` goes on and its
+`last_progress` does not, on the rank at fault first; between steps, as in an evaluation, it stands still too.
 """
 
 import json

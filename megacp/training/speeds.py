@@ -1,7 +1,7 @@
 """How fast a GPU does each kind of work: measured on one H200, scaled for others, corrected by rehearsals and by measured all-to-alls.
 
     speeds = speeds_of("H100")                                           # an H200's, by the ratio of the bf16 peaks: "estimated"
-    speeds = calibrated(speeds, [read_rehearsal("r.json")])              # that rehearsal's step is predicted as it was measured
+    speeds = calibrated(speeds, [read_rehearsal("r.json")])              # that rehearsal's attention and GEMMs take what was measured
     speeds = with_all_to_all(speeds, read_all_to_all("a2a.json"))
 
 A file of all-to-alls: {"all_to_all": [{"bytes_per_rank": 268435456, "seconds": 0.0009, "gpus": 8}, …]}; `bytes_per_rank` is all that
@@ -9,7 +9,7 @@ one rank hands over, its own block included. tools/measure_all_to_all.py writes 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megacp.argument_checks import ArgumentError
@@ -30,7 +30,7 @@ MATMUL = 788e12  # FLOP/s, measured there: bf16, 8192 x 8192 x 8192
 SHARE_WITH_ELEMENT_WISE = 0.75
 HOST_COPY = 55e9  # bytes/s each way, measured there, pinned
 DISK = 3e9  # bytes/s, one local NVMe; an estimate
-HOST_UPDATE = 56e9  # bytes/s of AdamW on one CPU core, measured
+HOST_UPDATE, HOST_NORM = 56e9, 27e9  # bytes/s of AdamW, and of the norm and the clipping, on one CPU core, measured
 MEASURED_ON, DEFAULT_GPU = "H200", "H100"
 
 # Of one GPU to its peers, bytes/s one way: an H200's as measured on two with 1 GiB (64 MiB: 240e9, 16 MiB: 109e9), an H100's the same
@@ -122,22 +122,35 @@ def _check_links(path: str, device: str | None, gpu: str) -> None:
     """`device` None: a file that does not tell."""
     if device == "cpu":
         raise ArgumentError(f"--calibrate {path} was measured on CPUs; tools/measure_all_to_all.py on GPUs works")
-    if device is not None and peak_flops(device) != peak_flops(gpu):
-        raise ArgumentError(f"--calibrate {path} was measured on {device}, not on {gpu}; --gpu {device.split()[-1]} works")
+    if device is not None and known_gpu(device) != known_gpu(gpu):
+        raise ArgumentError(f"--calibrate {path} was measured on {device}, not on {gpu}; {_gpu_advice(device)}")
+
+
+def known_gpu(device: str) -> str | None:
+    """The name in the tables here of a GPU by CUDA's name, or by that which --gpu gives. None: not known.
+
+    >>> known_gpu("NVIDIA H100 80GB HBM3"), known_gpu("NVIDIA H100 PCIe")
+    ('H100', None)
+    """
+    return None if peak_flops(device) is None else next((name for name, _ in NVLINK if name in device), None)
+
+
+def _gpu_advice(device: str) -> str:
+    name = known_gpu(device)
+    return f"--gpu {name} works" if name else f"speeds of {device} are not known: without the file it works"
 
 
 def speeds_of(gpu: str) -> Speeds:
     """Of a GPU by name, such as CUDA's "NVIDIA H200". Raises ArgumentError for one that is not known."""
-    peak = peak_flops(gpu)
-    if peak is None:
+    if known_gpu(gpu) is None:
         raise ArgumentError(f"--gpu {gpu} is not known; {' or '.join(name for name, _ in NVLINK)} works")
-    scale = peak / peak_flops(MEASURED_ON)
+    scale = peak_flops(gpu) / peak_flops(MEASURED_ON)
     measured = f"measured on one {MEASURED_ON}" if MEASURED_ON in gpu else f"estimated: an {MEASURED_ON}'s, by the bf16 peak"
     parts = ("projections", "mlp", "head", OTHER)
     return Speeds(
         gpu=gpu,
-        attention_forward=_scaled(FA4_FORWARD, lambda _: scale),
-        attention_backward=_scaled(FA4_BACKWARD, lambda _: scale),
+        attention_forward=_scaled(FA4_FORWARD, scale),
+        attention_backward=_scaled(FA4_BACKWARD, scale),
         gemm=dict.fromkeys(parts, SHARE_WITH_ELEMENT_WISE * MATMUL * scale),
         host_copy=HOST_COPY,
         disk=DISK,
@@ -158,9 +171,9 @@ def calibrated(speeds: Speeds, rehearsals: list[Rehearsal]) -> Speeds:
     kinds of blocks to serve it held 5% to 11% less, measured with 2 of 6 layers of Llama3-8B.
     """
     for rehearsal in rehearsals:
-        if peak_flops(rehearsal.device) != peak_flops(speeds.gpu):
-            raise ArgumentError(f"--calibrate {rehearsal.path} was rehearsed on {rehearsal.device}, not on {speeds.gpu}; --gpu "
-                                f"{rehearsal.device.split()[-1]} works")  # fmt: skip
+        if known_gpu(rehearsal.device) != known_gpu(speeds.gpu):
+            wrong = f"--calibrate {rehearsal.path} was rehearsed on {rehearsal.device}, not on {speeds.gpu}"
+            raise ArgumentError(f"{wrong}; {_gpu_advice(rehearsal.device)}")
     sources = dict(speeds.sources)
     copies = [rehearsal.copy_bytes_per_s for rehearsal in rehearsals if rehearsal.copy_bytes_per_s]
     if copies:
@@ -169,8 +182,8 @@ def calibrated(speeds: Speeds, rehearsals: list[Rehearsal]) -> Speeds:
     if len(timed) < len(rehearsals):
         sources["no time of"] = ", ".join(f"{one.path} ({one.not_timed})" for one in rehearsals if one.not_timed)
     if timed:
-        factors = tuple(sorted(_attention_factor(speeds, rehearsal) for rehearsal in timed))
-        forward, backward = (_scaled(x, lambda flops: at(factors, flops)) for x in (speeds.attention_forward, speeds.attention_backward))
+        factors = _means(_attention_factor(speeds, rehearsal) for rehearsal in timed)
+        forward, backward = (_corrected(curve, factors) for curve in (speeds.attention_forward, speeds.attention_backward))
         speeds = replace(speeds, attention_forward=forward, attention_backward=backward, gemm=_gemm_speeds(speeds, timed))
         sources |= dict.fromkeys(("attention", "GEMM"), _by(len(timed)))
     margins = [rehearsal.reserved / rehearsal.peak - 1 for rehearsal in rehearsals if rehearsal.reserved and not rehearsal.few_computed]
@@ -183,13 +196,27 @@ def _by(rehearsals: int) -> str:
 
 def _attention_factor(speeds: Speeds, rehearsal: Rehearsal) -> tuple[float, float]:
     """FLOPs of a call, and how much faster calls were than predicted."""
-    layers = count_step(rehearsal.job, rehearsal.plans).layers
-    predicted = sum(sum(speeds.attention_seconds(work)) for layer in layers for work in (layer.forward_work, layer.backward_work))
+    layers, packed = count_step(rehearsal.job, rehearsal.plans).layers, of_documents(speeds, rehearsal.pairs_share)
+    predicted = sum(sum(packed.attention_seconds(work)) for layer in layers for work in (layer.forward_work, layer.backward_work))
     measured = rehearsal.part_seconds["attention"]
     if measured <= 0:
         raise ArgumentError(f"--calibrate {rehearsal.path} spent {measured} s in attention; a rehearsal of a whole step works")
     calls = layers[0].forward_work.attention_forward
-    return max(calls) * rehearsal.pairs_share, predicted * rehearsal.micro_batches * rehearsal.pairs_share / measured
+    return max(calls) * rehearsal.pairs_share, predicted * rehearsal.micro_batches / measured
+
+
+def _means(points: Iterable[tuple[float, float]]) -> Curve:
+    """The points as a curve; of several at one x their mean."""
+    by_x: dict[float, list[float]] = {}
+    for x, y in points:
+        by_x.setdefault(x, []).append(y)
+    return tuple((x, sum(ys) / len(ys)) for x, ys in sorted(by_x.items()))
+
+
+def _corrected(curve: Curve, factors: Curve) -> Curve:
+    """The curve times the factors, exact where these were measured."""
+    places = sorted({x for x, _ in (*curve, *factors)})
+    return tuple((x, at(curve, x) * at(factors, x)) for x in places)
 
 
 def _gemm_speeds(speeds: Speeds, rehearsals: list[Rehearsal]) -> dict[str, float]:
@@ -236,8 +263,8 @@ def of_documents(speeds: Speeds, share: float) -> Speeds:
     )  # fmt: skip
 
 
-def _scaled(curve: Curve, factor: Callable[[float], float]) -> Curve:
-    return tuple((x, y * factor(x)) for x, y in curve)
+def _scaled(curve: Curve, factor: float) -> Curve:
+    return tuple((x, y * factor) for x, y in curve)
 
 
 def _of(table: tuple[tuple[str, float], ...], gpu: str) -> float:

@@ -19,9 +19,9 @@ from megacp.memory.policy import DISK, HOST, LayerPlan
 from megacp.planner import GRADIENT_BYTES, Job, count_step
 from megacp.planning.work import OTHER, Work
 from megacp.training.metrics import model_flops_per_step, peak_flops
-from megacp.training.speeds import HOST_UPDATE, Speeds
+from megacp.training.speeds import HOST_NORM, HOST_UPDATE, Speeds
 
-UPDATE_BYTES = 40  # of memory per parameter: AdamW reads 16 and writes 12, the norm and the clipping 12
+UPDATE_BYTES, NORM_BYTES = 28, 12  # of memory per parameter: AdamW reads 16 and writes 12; the norm and the clipping
 COMPUTED = ("attention forward", "attention backward", "projections", "mlp", "output projection", "head")
 EXPOSED = ("all-to-all", "host copies", "disk", "FSDP", "optimizer")
 
@@ -57,7 +57,8 @@ def predict_step_time(job: Job, plans: list[LayerPlan], speeds: Speeds, micro_ba
     parts["head"] = counted.head.work.gemm_flops["head"] / speeds.gemm["head"]
     parts = {part: micro_batches * seconds for part, seconds in parts.items()}
     shard = job.config.parameter_count() / job.sharding_ranks
-    parts["optimizer"] = UPDATE_BYTES * shard / (HOST_UPDATE if job.states_on_host else speeds.device_memory)
+    update, norm = (HOST_UPDATE, HOST_NORM) if job.states_on_host else (speeds.device_memory, speeds.device_memory)
+    parts["optimizer"] = shard * (UPDATE_BYTES / update + NORM_BYTES / norm)
     tokens = micro_batches * job.tokens
     seconds = sum(parts.values())
     return StepTime(parts, tokens, micro_batches * counted.flops, _model_flops(job) * micro_batches / seconds / peak_flops(speeds.gpu))

@@ -186,8 +186,17 @@ def test_speeds_of_a_gpu_are_not_held_against_a_cpu_or_another_gpu(tool, capsys,
     log = log_of(tmp_path / "run.jsonl", [1.0, 1.0])
     for flags in (["--calibrate", gpu], ["--gpu", "H200"]):
         error = refused(tool, capsys, "--rehearsal", cpu, "--measured", log, *flags)
-        assert f"--rehearsal {cpu} was rehearsed on a CPU, and {' '.join(flags)} tells the speeds of GPUs" in error
+        assert f"--rehearsal {cpu} was rehearsed on a CPU, and {' '.join(flags)} tells the speeds of other GPUs" in error
     assert "--gpu B200 is not what" in refused(tool, capsys, "--rehearsal", gpu, "--measured", log, "--gpu", "B200")
+
+
+@pytest.mark.parametrize("device", ["NVIDIA L40S", "NVIDIA H100 PCIe"])
+def test_a_gpu_whose_speeds_are_not_known_is_compared_in_memory(tool, capsys, tmp_path, device):
+    report, log = report_of(tmp_path / "r.json", device), log_of(tmp_path / "run.jsonl", [1.0, 1.0], head=head_of(device))
+    assert tool.main(["--rehearsal", report, "--measured", log]) == 0
+    assert " - " in capsys.readouterr().out, "no predicted time"
+    error = refused(tool, capsys, "--rehearsal", report, "--measured", log, "--gpu", "A100")
+    assert f"was rehearsed on {device}, whose speeds are not known, and --gpu A100 tells the speeds of other GPUs" in error
 
 
 def test_measured_links_name_their_gpus(tool, capsys, tmp_path):

@@ -29,6 +29,13 @@ def test_steps_longer_than_torchrun_waits_are_said_with_a_time_that_works(torchr
         assert launcher_notes(step_seconds) == []
 
 
+def test_an_older_torchrun_is_told_to_wait_in_vain(torchrun, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "900")
+    (note,) = launcher_notes(700.0)
+    assert "30 s after SIGTERM" in note and note.endswith("leaves them time, from torch 2.12 on; this is 2.11.0+cu130")
+
+
 def test_other_launchers_wait_as_they_are_told(torchrun, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert launcher_notes(7200.0) == []

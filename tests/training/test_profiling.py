@@ -45,6 +45,19 @@ def test_a_run_that_goes_on_after_the_steps_to_profile_says_so_at_once(tmp_path,
     assert not capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
+def test_a_run_that_ends_in_the_warm_up_has_no_trace(tmp_path, capsys):
+    with torch.device("meta"):
+        model = Llama(preset("llama-tiny"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with StepProfiler(10, 12, str(tmp_path), 0, model, optimizer, torch.device("cpu")) as profiler:
+        for step in (8, 9):
+            profiler.start_step(step, [])
+            profiler.finish_step()
+    assert "warning: no profile: the run ended with step 9, and --profile-step-start was 10" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_outside_a_profile_functions_and_hooks_are_as_they_were():
     with torch.device("meta"):
         model = Llama(preset("llama-tiny"))

@@ -15,7 +15,7 @@ from megacp.model.config import preset
 from megacp.planner import Job, count_step
 from megacp.training.metrics import model_flops_per_step
 from megacp.training.rehearsals import Rehearsal
-from megacp.training.speeds import at, calibrated, read_all_to_all, speeds_from, speeds_of
+from megacp.training.speeds import at, calibrated, of_documents, read_all_to_all, speeds_from, speeds_of
 from megacp.training.step_time import predict_step_time
 
 CONFIG = replace(preset("llama3-8b"), num_layers=3, vocab_size=4096)
@@ -100,7 +100,7 @@ def test_gathers_and_reductions_hide_behind_layers():
         busy = parts["attention forward"] + parts["attention backward"]
         assert parts["FSDP"] == pytest.approx(3 * (2 + 2 + 4) * LAYER * 15 / 16 / slowest - busy)
     from_host = predict_step_time(replace(job, states_on_host=True), [LayerPlan()] * 3, H200).parts
-    assert from_host["optimizer"] == pytest.approx(40 * CONFIG.parameter_count() / 8 / 56e9)
+    assert from_host["optimizer"] == pytest.approx(CONFIG.parameter_count() / 8 * (28 / 56e9 + 12 / 27e9))
 
 
 def rehearsal_of(job, plans, true, **changes):
@@ -144,7 +144,40 @@ def test_two_rehearsals_correct_attention_by_its_length():
     assert before[0] / after[0] == pytest.approx(0.5, rel=0.2) and before[1] / after[1] == pytest.approx(0.9, rel=0.1)
 
 
-def test_a_stub_or_idle_layers_correct_no_times_and_documents_count_by_their_pairs():
+def measured(job, plans, true, **changes):
+    """A rehearsal, and what its attention is predicted to take by `found`."""
+    rehearsal = rehearsal_of(job, plans, true, **changes)
+
+    def predicted(found):
+        parts = predict_step_time(job, plans, of_documents(found, rehearsal.pairs_share)).parts
+        return parts["attention forward"] + parts["attention backward"]
+
+    return rehearsal, predicted
+
+
+@pytest.mark.parametrize("share", [1, 0.02])  # of the pairs of one document
+def test_attention_of_rehearsals_is_predicted_as_it_was_measured(share):
+    """Between the points of the curve, two at one length by their mean, and with documents by the size of theirs."""
+    plans, cases = [PLANS["host"]] * 3, []
+    for tokens, factor in ((8192, 0.7), (12288, 0.95), (12288, 0.85)):
+        rehearsal, predicted = measured(job_of(tokens=tokens), plans, slower(H200, factor))
+        if share < 1:
+            pairs = round(rehearsal.attention_pairs * share)
+            took = predicted(H200) / rehearsal.job.tokens  # any time: it is that of the documents
+            rehearsal, predicted = measured(
+                rehearsal.job, plans, H200, attention_pairs=pairs, part_seconds=rehearsal.part_seconds | {"attention": took}
+            )
+        cases.append((rehearsal, predicted))
+    (first, of_first), (second, of_second), (third, _) = cases
+    found = calibrated(H200, [first, second])
+    assert of_first(found) == pytest.approx(first.part_seconds["attention"], rel=1e-9)
+    assert of_second(found) == pytest.approx(second.part_seconds["attention"], rel=1e-9)
+    both = of_second(calibrated(H200, [second, third]))
+    low, high = sorted((second.part_seconds["attention"], third.part_seconds["attention"]))
+    assert low <= both * (1 + 1e-9) and both <= high * (1 + 1e-9)
+
+
+def test_a_stub_or_idle_layers_correct_no_times():
     job, plans, true = job_of(), [PLANS["host"]] * 3, slower(H200, 0.8)
     stub = calibrated(H200, [rehearsal_of(job, plans, true, attention="stub-fa4")])
     assert stub.gemm == H200.gemm and stub.attention_forward == H200.attention_forward and stub.host_copy == 40e9
@@ -154,17 +187,15 @@ def test_a_stub_or_idle_layers_correct_no_times_and_documents_count_by_their_pai
     assert few.sources["no time of"] == "r.json (2 of 3 layers computed)"
     whole = rehearsal_of(job, plans, true)
     assert "no time of" not in calibrated(H200, [whole, replace(whole, computing_layers=3)]).sources
-    short = replace(whole, attention_pairs=whole.attention_pairs // 4, part_seconds=whole.part_seconds | {
-        "attention": whole.part_seconds["attention"] / 4})  # fmt: skip
-    assert calibrated(H200, [short]).attention_forward[3] == pytest.approx(calibrated(H200, [whole]).attention_forward[3], rel=1e-6)
 
 
 def test_other_gpus_are_scaled_and_say_so():
     a100 = speeds_of("A100")
     assert at(a100.attention_forward, 1e13) == pytest.approx(at(H200.attention_forward, 1e13) * 312 / 989)
     assert a100.sources["attention"].startswith("estimated") and H200.sources["attention"] == "measured on one H200"
-    with pytest.raises(ArgumentError, match="--gpu RTX is not known; A100 or H100 or H200 or B200 works"):
-        speeds_of("RTX")
+    for unknown in ("RTX", "NVIDIA H100 PCIe", "NVIDIA L40S"):
+        with pytest.raises(ArgumentError, match=f"--gpu {unknown} is not known; A100 or H100 or H200 or B200 works"):
+            speeds_of(unknown)
 
 
 def test_measured_all_to_alls_take_the_place_of_estimates(tmp_path):
@@ -203,6 +234,13 @@ def test_a_rehearsal_on_another_gpu_is_refused():
     rehearsal = rehearsal_of(job_of(), [LayerPlan()] * 3, H200)
     with pytest.raises(ArgumentError, match="--calibrate r.json was rehearsed on NVIDIA H200, not on A100; --gpu H200 works"):
         calibrated(speeds_of("A100"), [rehearsal])
+    for device, gpu, advice in (
+        ("NVIDIA H100 80GB HBM3", "A100", "--gpu H100 works"), ("NVIDIA H200", "H100", "--gpu H200 works"),  # of one peak
+        ("NVIDIA L40S", "H100", "speeds of NVIDIA L40S are not known: without the file it works"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=f"was rehearsed on {device}, not on {gpu}; {advice}"):
+            calibrated(speeds_of(gpu), [replace(rehearsal, device=device)])
+    calibrated(speeds_of("H100"), [replace(rehearsal, device="NVIDIA H100 80GB HBM3")])
 
 
 def test_docstring_examples_are_true():
