@@ -99,13 +99,12 @@ def preprocess(args: argparse.Namespace, tokenizer: Tokenizer) -> Manifest:
     check_apart(args)
     sources = find_sources(args.input, args.extensions, args.stdin_format)
     options = options_of(args, tokenizer)
-    if not args.restart:
-        check_same_dataset(args.output_prefix, options, sources)
     with PartialDataset(args.output_prefix, best_dtype(tokenizer.vocab_size), options, args.restart) as partial:
+        if not partial.may_replace:
+            check_same_dataset(args.output_prefix, options, sources)
+        check_finished(finished_inputs(partial), sources, partial.is_complete)
         if partial.is_complete:
             return partial.publish()
-        finished = [record for checkpoint in partial.records for record in checkpoint["finished"]]
-        check_finished(finished, sources)
         start = Position(**partial.last["position"]) if partial.last else Position()
         limits = Limits(args.min_tokens, args.max_tokens)
         bos, eod = tokenizer.bos if args.prepend_bos else None, tokenizer.eod if args.append_eod else None
@@ -125,8 +124,7 @@ def preprocess(args: argparse.Namespace, tokenizer: Tokenizer) -> Manifest:
             partial.discard()
             left_out = ", ".join(f"{counts[reason]} {reason.replace('_', ' ')}" for reason in REASONS)
             raise DatasetError(f"--input {' '.join(args.input)}: no document is left ({left_out})")
-        inputs = [record for checkpoint in partial.records for record in checkpoint["finished"]]
-        described = describe_tokenizer(tokenizer, args.tokenizer_model)
+        described, inputs = describe_tokenizer(tokenizer, args.tokenizer_model), finished_inputs(partial)
         return partial.publish(
             Manifest(described, {**options, "errors": args.errors}, inputs, counts, writer.skipped_names), args.write_groups
         )
@@ -147,7 +145,7 @@ def check_apart(args: argparse.Namespace) -> None:
 
 def check_same_dataset(prefix: str, options: dict, sources: list[Source]) -> None:
     """Raises DatasetError where the name is that of a finished dataset of other inputs or options, or of unknown ones."""
-    if not Path(f"{prefix}.idx").exists() or Path(f"{prefix}.partial").exists():  # with .partial the journal has the options
+    if not Path(f"{prefix}.idx").exists():
         return
     try:
         made = read_manifest(prefix)
@@ -174,15 +172,22 @@ def is_changed(record: dict) -> bool:
     return os.path.isfile(record["path"]) and os.path.getsize(record["path"]) != record["bytes"]
 
 
-def check_finished(finished: list[dict], sources: list[Source]) -> None:
-    """Raises DatasetError when the inputs that an earlier run has read to the end are not the first of these."""
+def finished_inputs(partial: PartialDataset) -> list[dict]:
+    """Records of the inputs that are read to the end, in order."""
+    return [record for line in partial.records for record in line.get("finished", ())]  # the line of a complete dataset has none
+
+
+def check_finished(finished: list[dict], sources: list[Source], is_all: bool) -> None:
+    """Raises DatasetError when the inputs that an earlier run has read to the end are not the first of these (`is_all`: not these)."""
+    way_out = "put the input back as it was, or begin anew with --restart"
     for record, source in zip(finished, [*sources, *[None] * len(finished)]):
         same = source is not None and record["path"] == source.path
         if not same or is_changed(record):
             found = "it has another size now" if same else f"now {source.path if source else 'nothing'} comes there"
-            raise DatasetError(
-                f"--input: an earlier run has read {record['path']}, {found}; put the input back as it was, or begin anew with --restart"
-            )
+            raise DatasetError(f"--input: an earlier run has read {record['path']}, {found}; {way_out}")
+    if is_all and len(finished) < len(sources):
+        last, more = finished[-1]["path"], sources[len(finished)].path
+        raise DatasetError(f"--input: an earlier run has read all, {last} last, now {more} comes after it; {way_out}")
 
 
 def run(reader: TaskReader, encode_task, writer: DocumentWriter, partial: PartialDataset, workers: int) -> None:

@@ -66,7 +66,7 @@ def read_manifest(prefix: str) -> Manifest | None:
 
 
 def check_tokenizer(flag: str, prefixes: list[str], tokenizer: Tokenizer, model: str | None) -> None:
-    """Raises DatasetError naming `flag` when a manifest tells that another tokenizer made the dataset: its ids would mean other text."""
+    """Raises DatasetError naming `flag` when, by its manifest, another tokenizer made a dataset: its ids would mean other text."""
     for prefix in prefixes:
         manifest = read_manifest(prefix)
         if manifest is not None and manifest.tokenizer["sha256"] != tokenizer.fingerprint:

@@ -6,9 +6,9 @@
         partial.checkpoint({"source": 3, "documents": 120})
         partial.publish(manifest)          PREFIX.bin, .idx and .manifest.json appear, PREFIX.partial goes
 
-PREFIX.partial holds the tokens, the tables that grow with them, and journal.jsonl: the options, then a line for each checkpoint
-with the sizes of the other files. A checkpoint brings all files to the disk before its line, so that the sizes of the last whole line
-are true after a kill or a power cut; what lies behind them is cut off.
+PREFIX.partial holds the tokens, the tables that grow with them, and journal.jsonl: the options and whether --restart began it, then
+a line for each checkpoint with the sizes of the other files. A checkpoint brings all files to the disk before its line, so that the
+sizes of the last whole line are true after a kill or a power cut; what lies behind them is cut off.
 """
 
 import array
@@ -30,6 +30,7 @@ DIGEST_BYTES = 16
 class PartialDataset(IndexedDatasetBuilder):
     """Resumes what PREFIX.partial holds, when it was begun with the same `options`; `restart` throws it away.
 
+    may_replace: `restart` was given, now or when what is gone on from was begun: another dataset of the name was given up for this.
     Raises DatasetError when other options began it, or another process is writing it.
     """
 
@@ -60,6 +61,7 @@ class PartialDataset(IndexedDatasetBuilder):
         self.last: dict | None = self.records[-1] if self.records else None
         self.digests: set[bytes] = set()  # what was seen, for documents that come twice
         sizes = self.last["sizes"] if self.last else dict.fromkeys(("tokens", "lengths", "documents", "digests", "groups"), 0)
+        self.may_replace = restart or (self.last is not None and records[0].get("restart", False))
         self.is_complete = self.last is not None and "manifest" in self.last  # only its names are missing
         self._done = False
         self._tables = {}
@@ -72,7 +74,7 @@ class PartialDataset(IndexedDatasetBuilder):
         self._tables = {name: _open_at(self.folder / name, size) for name, size in sizes.items() if name != "tokens"}
         self._load(sizes)
         if not records:
-            self._journal.write(json.dumps({"options": options}).encode() + b"\n")
+            self._journal.write(json.dumps({"options": options, "restart": restart}).encode() + b"\n")
             flush_to_disk(self._journal)
             sync_folder(self.folder)
 

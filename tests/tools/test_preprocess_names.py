@@ -1,5 +1,6 @@
 """preprocess_data never writes where it would hide, replace or read again what is there."""
 
+import multiprocessing
 import os
 
 import pytest
@@ -47,6 +48,49 @@ def test_another_dataset_of_the_name_is_kept(text, tmp_path, capsys):
     assert "another dataset (no manifest tells what it is made of)" in refused(capsys, text, prefix)
     assert (tmp_path / "x.bin").read_bytes() == whole and not (tmp_path / "x.partial").exists()
     assert run(text, prefix, "--append-eod", "--restart").num_tokens == 8
+
+
+def killed(monkeypatch, text, prefix, *arguments, after_checkpoint=False):
+    """Leaves PREFIX.partial of a run that was killed before its first checkpoint, or behind its last one."""
+    process_input = preprocess_data.run
+
+    def stopped(*stages):
+        if after_checkpoint:
+            process_input(*stages)
+        os._exit(9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess_data, "run", stopped)
+        process = multiprocessing.get_context("fork").Process(target=run, args=(text, prefix, *arguments))
+        process.start()
+        process.join()
+    assert process.exitcode == 9 and (prefix.parent / f"{prefix.name}.partial").is_dir()
+
+
+@pytest.mark.parametrize("after_checkpoint", [False, True])
+def test_another_dataset_of_the_name_is_kept_after_a_kill(text, tmp_path, capsys, monkeypatch, after_checkpoint):
+    """The killed run was one of the same dataset, which gives no leave to replace it by another."""
+    prefix = tmp_path / "x"
+    whole = run(text / "a.txt", prefix).bin_path.read_bytes()
+    killed(monkeypatch, text / "a.txt", prefix, after_checkpoint=after_checkpoint)
+    printed = refused(capsys, text / "b.md", prefix)
+    assert "another dataset (it was made of other inputs); name another prefix, or --restart to replace it" in printed
+    if not after_checkpoint:
+        killed(monkeypatch, text / "a.txt", prefix)
+    (text / "a.txt").write_text("longer than it was")
+    assert "a.txt has another size now); name another prefix, or --restart" in refused(capsys, text / "a.txt", prefix)
+    assert IndexedDataset(prefix).bin_path.read_bytes() == whole
+    assert run(text / "b.md", prefix, "--restart").read(0).tobytes().decode("utf-16-le") == "two"
+
+
+def test_a_killed_run_that_replaces_goes_on_with_what_it_was_given(text, tmp_path, capsys, monkeypatch):
+    prefix = tmp_path / "x"
+    run(text / "a.txt", prefix)
+    killed(monkeypatch, text / "b.md", prefix, "--restart")  # nothing is done, so nothing tells which dataset was to come
+    assert "another dataset (it was made of other inputs)" in refused(capsys, text / "b.md", prefix)
+    killed(monkeypatch, text / "b.md", prefix, "--restart", after_checkpoint=True)
+    assert "an earlier run has read" in refused(capsys, text / "a.txt", prefix)
+    assert run(text / "b.md", prefix).read(0).tobytes().decode("utf-16-le") == "two"
 
 
 def test_a_prefix_inside_the_input_is_refused(text, capsys):

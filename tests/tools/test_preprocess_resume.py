@@ -251,6 +251,21 @@ class TestGoingOn:
         (interrupted.folder / "in/a.txt").write_text("changed")
         interrupted.refused("an earlier run has read " + str(interrupted.folder / "in/a.txt") + ", it has another size now")
 
+    @pytest.mark.parametrize("others", [["b.txt"], ["a.txt", "b.txt"], ["b.txt", "a.txt"]])
+    def test_not_with_other_files_when_killed_while_publishing(self, tmp_path, capsys, others):
+        for name in ("a.txt", "b.txt"):
+            (tmp_path / name).write_text(f"at least 30 bytes of text in {name}")
+        process = forked(killed_in_publish, 6, tmp_path / "a.txt", tmp_path / "x")
+        process.join()
+        assert '"manifest"' in (tmp_path / "x.partial/journal.jsonl").read_text()  # all is done but the names
+        command = ["--output-prefix", str(tmp_path / "x"), *FLAGS, "--workers", "1", "--input"]
+        with pytest.raises(SystemExit):
+            preprocess_data.main([*command, *(str(tmp_path / name) for name in others)])
+        found = f"now {tmp_path / 'b.txt'} comes {'after it' if others[0] == 'a.txt' else 'there'}; put the input back as it was"
+        assert found in (printed := capsys.readouterr().err) and "begin anew with --restart" in printed
+        preprocess_data.main([*command, str(tmp_path / "a.txt")])
+        assert (tmp_path / "x.groups").read_text() == f"{tmp_path / 'a.txt'}\n"
+
     def test_not_while_another_process_writes(self, interrupted):
         with PartialDataset(str(interrupted.folder / "y"), "<u2", {}) as other:
             with pytest.raises(DatasetError, match="another process is writing .*y.partial; wait for it"):
