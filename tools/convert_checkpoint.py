@@ -14,11 +14,13 @@ For a longer context, by a larger rotary base or by YaRN; the config.json writte
 
 Llama 2, 3, 3.1, 3.2 and dense Qwen3; what is not known is refused by name. Weights keep their dtype unless --dtype says another,
 and their bytes where the dtype stays. Tokenizer files, generation_config.json and licences go along. Memory: up to three copies of
-the largest tensor. The output appears whole, under its name, at the end; an output that exists is never touched. Reading `megacp`
-takes the newest checkpoint of the folder, of any number of ranks, or that of --iteration.
+the largest tensor. The output appears whole, under its name, at the end; an output that exists, or that another conversion is
+writing, is never touched. Reading `megacp` takes the newest checkpoint of the folder, of any number of ranks, or that of
+--iteration.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -26,6 +28,7 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -34,6 +37,7 @@ from torch import Tensor
 from megacp.argument_checks import ArgumentError, check_rope_scaling
 from megacp.arguments import COUNT, HelpFormatter, add_rope_flags, rope_scaling_from_args
 from megacp.checkpointing.distributed import CheckpointError
+from megacp.checkpointing.file_lock import Locked, lock_file
 from megacp.checkpointing.huggingface import HuggingFaceWeights, hugging_face_name
 from megacp.checkpointing.huggingface_config import CONFIG, config_to_hugging_face, read_config
 from megacp.checkpointing.meta import MetaWeights
@@ -46,7 +50,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HF_FILES = "huggingface"  # folder beside the checkpoint that keeps config.json and the tokenizer for the way back
 COMPANIONS = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
               "chat_template*", "LICENSE*", "USE_POLICY*", "NOTICE*")  # fmt: skip
-INCOMPLETE = ".incomplete"
+INCOMPLETE, LOCK = ".incomplete", ".incomplete.lock"  # behind the name of --output, while it is written
 SPACE_MARGIN = 2**24  # bytes beside the weights: headers, tokenizer, the file system's own
 USAGE_ERROR, RUN_ERROR = 2, 1
 
@@ -56,27 +60,20 @@ Weights = HuggingFaceWeights | MetaWeights | SavedWeights
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     output = args.output.resolve()
-    working = output.with_name(output.name + INCOMPLETE)
     try:
-        if output.exists():
-            raise PretrainedError(f"--output {args.output} exists; a name that is free works")
+        check_free(args.output)
         started = time.monotonic()
         weights = open_weights(args)
         config = extended(weights.config, args)
         tensors = {name: TensorInfo(info.shape, DTYPES.get(args.dtype, info.dtype)) for name, info in weights.tensors.items()}
         size = sum(info.bytes for info in tensors.values())
         output.parent.mkdir(parents=True, exist_ok=True)
-        if working.exists():  # of a conversion that was killed
-            shutil.rmtree(working)
-        free = shutil.disk_usage(output.parent).free
-        if size + SPACE_MARGIN > free:
-            raise OSError(f"too little space: the weights take {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")
-        working.mkdir()
-        try:
+        with working_folder(args.output) as working:
+            free = shutil.disk_usage(working).free
+            if size + SPACE_MARGIN > free:
+                raise OSError(f"too little space: the weights take {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")
             write(args, weights, config, tensors, working)
             working.rename(output)
-        finally:
-            shutil.rmtree(working, ignore_errors=True)
     except (CheckpointError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -86,6 +83,36 @@ def main(argv: list[str] | None = None) -> int:
     seconds = time.monotonic() - started
     print(f"wrote {args.output}: {config.name}, {len(tensors)} tensors, {size / 1e9:.2f} GB in {seconds:.1f} s")
     return 0
+
+
+def check_free(output: Path) -> None:
+    if output.exists():
+        raise PretrainedError(f"--output {output} exists; a name that is free works")
+
+
+@contextlib.contextmanager
+def working_folder(output: Path) -> Iterator[Path]:
+    """An empty folder beside `output` for this process alone. Raises PretrainedError when another one is writing `output`."""
+    name = output.resolve()
+    working, lock = name.with_name(name.name + INCOMPLETE), name.with_name(name.name + LOCK)
+    try:
+        held = lock_file(lock)
+    except Locked as other:
+        raise PretrainedError(
+            f"--output {output} is being written by {other}; another name works. If that conversion is no more, on a host that is "
+            f"gone: rm {lock}"
+        ) from None
+    try:
+        check_free(output)  # again: another conversion may have ended since
+        if working.exists():  # of a conversion that was killed
+            shutil.rmtree(working)
+        working.mkdir()
+        yield working
+    finally:
+        shutil.rmtree(working, ignore_errors=True)
+        lock.unlink(missing_ok=True)
+        if held is not None:
+            held.close()
 
 
 def build_parser() -> argparse.ArgumentParser:

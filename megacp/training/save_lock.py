@@ -3,24 +3,19 @@
     lock = lock_save(Path("runs/a"))        # the first rank; held until the process ends, however it ends
     lock.close()                            # or until then
 
-The lock is the kernel's, on `runs/a/.lock`, which tells for people whose it is; the file stays when the run has ended. A run that is
-ending has its time to do so: the next of a queue often begins while the last one's processes are still there. A file system without
-locks (some of Lustre, object stores) has none: then nothing is locked.
+The lock is on `runs/a/.lock`; the file stays when the run has ended. A run that is ending has its time to do so: the next of a
+queue often begins while the last one's processes are still there.
 """
 
-import errno
-import fcntl
-import os
-import socket
 import time
 from io import TextIOWrapper
 from pathlib import Path
 
 from megacp.argument_checks import ArgumentError
+from megacp.checkpointing.file_lock import Locked, lock_file
 
 NAME = ".lock"
 WAIT_S, POLL_S = 60.0, 0.5
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def lock_save(directory: Path, wait_s: float = WAIT_S) -> TextIOWrapper | None:
@@ -32,14 +27,9 @@ def lock_save(directory: Path, wait_s: float = WAIT_S) -> TextIOWrapper | None:
     path = directory / NAME
     deadline, told = time.monotonic() + wait_s, False
     while True:
-        file = open(path, "a+", encoding="utf-8")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(path, file):
-                break
-        except BlockingIOError:
-            file.seek(0)
-            other = file.read().strip() or "another run"
+            return lock_file(path)
+        except Locked as other:
             if time.monotonic() > deadline:
                 raise ArgumentError(
                     f"--save {directory} is being saved into by {other}; another folder works. If that run is no more, on a host that "
@@ -49,22 +39,3 @@ def lock_save(directory: Path, wait_s: float = WAIT_S) -> TextIOWrapper | None:
                 print(f"waiting up to {wait_s:.0f} s for {other}, which saves into --save {directory}", flush=True)
                 told = True
             time.sleep(POLL_S)
-        except OSError as error:
-            file.close()
-            if error.errno in NO_LOCKS:
-                return None
-            raise
-        file.close()
-    file.truncate(0)
-    job = os.environ.get("SLURM_JOB_ID")
-    file.write(f"process {os.getpid()} on {socket.gethostname()}{f', slurm job {job}' if job else ''}\n")
-    file.flush()
-    return file
-
-
-def _is_at(path: Path, file: TextIOWrapper) -> bool:
-    """Whether the file that was locked is still the one with the name: somebody may have removed it meanwhile."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False

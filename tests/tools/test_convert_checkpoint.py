@@ -25,6 +25,7 @@ from megacp.training.sharding import allocate_weights, build_model
 from tests.checkpointing.meta_folders import meta_model, save_as_meta
 from tests.checkpointing.pretrained_models import MODELS, VOCABULARY, reload, save_model
 from tests.distributed import run_distributed
+from tools import convert_checkpoint
 from tools.convert_checkpoint import main as convert
 
 ROOT = Path(__file__).parents[2]
@@ -270,6 +271,69 @@ def test_what_a_killed_conversion_left_is_no_hindrance(tmp_path):
     output = converted("hf", "hf", input=tmp_path / "hf", output=tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["hf", "out"]
     assert "model-00007-of-00009.safetensors" not in os.listdir(output)
+
+
+WAITS_TO_WRITE = """
+import sys
+import tools.convert_checkpoint as tool
+write = tool.write
+
+def waiting(*arguments):
+    print("begun", flush=True)
+    sys.stdin.read()
+    write(*arguments)
+
+tool.write = waiting
+sys.exit(tool.main())
+"""
+
+
+def begun_conversion(folder):
+    """Another process that converts folder/hf to folder/out, and goes on when its standard input is closed."""
+    arguments = ["--from", "hf", "--to", "hf", "--input", folder / "hf", "--output", folder / "out"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITS_TO_WRITE, *map(str, arguments)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdout.readline() == b"begun\n"
+    return process
+
+
+def test_a_second_conversion_keeps_away_from_what_the_first_writes(tmp_path, capsys):
+    save_model(tmp_path / "hf")
+    with begun_conversion(tmp_path) as first:
+        converted("hf", "megacp", expect=2, input=tmp_path / "hf", output=tmp_path / "out")
+        told = f"--output {tmp_path / 'out'} is being written by process {first.pid} on {os.uname().nodename}; another name works"
+        assert told in capsys.readouterr().err
+        converted("hf", "hf", input=tmp_path / "hf", output=tmp_path / "other")
+        first.stdin.close()
+        assert first.wait() == 0
+    assert sorted(os.listdir(tmp_path)) == ["hf", "other", "out"]
+    assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "hf")
+
+
+def test_a_conversion_that_ends_meanwhile_is_not_replaced(tmp_path, capsys, monkeypatch):
+    """The second one looks for --output while the first still writes, and locks when the first has ended."""
+    save_model(tmp_path / "hf")
+    open_weights = convert_checkpoint.open_weights
+
+    def while_the_first_ends(args):
+        monkeypatch.setattr(convert_checkpoint, "open_weights", open_weights)
+        converted("hf", "hf", input=tmp_path / "hf", output=tmp_path / "out")
+        return open_weights(args)
+
+    monkeypatch.setattr(convert_checkpoint, "open_weights", while_the_first_ends)
+    converted("hf", "megacp", expect=2, input=tmp_path / "hf", output=tmp_path / "out")
+    assert f"--output {tmp_path / 'out'} exists; a name that is free works" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["hf", "out"] and bytes_of(tmp_path / "out") == bytes_of(tmp_path / "hf")
+
+
+def test_after_a_kill_the_same_conversion_works(tmp_path):
+    save_model(tmp_path / "hf")
+    with begun_conversion(tmp_path) as first:
+        first.kill()
+    assert (tmp_path / "out.incomplete").is_dir()
+    converted("hf", "hf", input=tmp_path / "hf", output=tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["hf", "out"]
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
