@@ -178,7 +178,7 @@ def finished_inputs(partial: PartialDataset) -> list[dict]:
 
 
 def check_finished(finished: list[dict], sources: list[Source], is_all: bool) -> None:
-    """Raises DatasetError when the inputs that an earlier run has read to the end are not the first of these (`is_all`: not these)."""
+    """Raises DatasetError when the inputs an earlier run has read to the end are not the first of these, or with `is_all` these."""
     way_out = "put the input back as it was, or begin anew with --restart"
     for record, source in zip(finished, [*sources, *[None] * len(finished)]):
         same = source is not None and record["path"] == source.path
