@@ -194,6 +194,15 @@ class TestGoingOn:
         assert 0 < len(encoded) < 20  # the others were done
         assert interrupted.folder.joinpath("x.manifest.json").read_text().count('"documents": 102')
 
+    def test_from_a_journal_that_does_not_tell_of_restart(self, interrupted):
+        """As earlier versions wrote it."""
+        path = interrupted.folder / "x.partial/journal.jsonl"
+        options, *checkpoints = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([json.dumps({"options": json.loads(options)["options"]}) + "\n", *checkpoints]))
+        mend(interrupted)
+        interrupted.run("--workers", "1")
+        assert "going on after " in interrupted.capsys.readouterr().err
+
     def test_leaving_the_damaged_line_out(self, interrupted):
         interrupted.run("--workers", "1", "--errors", "skip")
         assert "1 skipped documents left out" in interrupted.capsys.readouterr().out
