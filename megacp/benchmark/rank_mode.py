@@ -2,12 +2,12 @@
 
 Each row is a process of its own, `pretrain_llama.py --rehearse-world-size N`: embedding, all layers, output head, optimizer and
 FSDP, the sequence one document, the collectives local copies. What other flags of it a row should have comes last, after
---pretrain-flags. Parts are the rehearsal's.
+--pretrain-flags. Parts are the rehearsal's, and rates are of the work that its report tells: after --pretrain-flags,
+`--global-batch-size 4 --ffn-hidden-size 1024` makes a step of four sequences through another model.
 """
 
 import argparse
 import itertools
-import json
 import re
 import statistics
 import subprocess
@@ -27,14 +27,15 @@ from megacp.memory.policy import PLANS
 from megacp.memory.units import GIB
 from megacp.model.config import ModelConfig
 from megacp.training.metrics import causal_pairs, model_flops_per_step
+from megacp.training.rehearsals import STUB, Rehearsal, read_json, read_rehearsal
 
-# What a row gives pretrain_llama.py, and the flag here that changes it; None: nothing does, for figures are counted by it.
+# What a row gives pretrain_llama.py or is told by, and the flag here that changes it; None: nothing does.
 ROW_FLAGS = {
     "--model": "--model", "--num-layers": "--num-layers", "--seq-length": "--seq-length", "--context-parallel-size": "--ranks",
     "--rehearse-world-size": "--ranks", "--upipe-heads-per-stage": "--heads-per-stage", "--cp-comm-type": "--heads-per-stage",
     "--activation-memory": "--activation-memory", "--upipe-query-chunk": "--query-chunk", "--train-iters": "--repeats",
     "--device": "--device", "--bf16": "--dtype", "--fp32": "--dtype", "--seed": "--seed", "--rehearse-json": "--out",
-    "--attention-mask": None, "--rehearse-layers": None,
+    "--attention-mask": None, "--rehearse-layers": None, "--num-attention-heads": None,
 }  # fmt: skip
 STEP_LINE = re.compile(r"^step \d+/\d+ \| +([0-9.]+) s", re.MULTILINE)
 
@@ -50,7 +51,7 @@ COLUMNS = [
 
 @dataclass(frozen=True)
 class RankCase:
-    """`config` has the layers that run."""
+    """`config`: the preset with the layers that run. --pretrain-flags may change its other sizes, but for the heads."""
 
     config: ModelConfig
     ranks: int
@@ -61,7 +62,7 @@ class RankCase:
 
     @property
     def model_flops(self) -> int:
-        """Of a step on one rank."""
+        """Of one sequence on one rank, by `config`: the runner guesses from it how long a step takes."""
         return model_flops_per_step(self.config, self.seq_length, causal_pairs((0, self.seq_length))) // self.ranks
 
     def describe(self) -> dict:
@@ -136,21 +137,27 @@ def _measure(session: Session, case: RankCase) -> tuple[dict, list[dict]]:
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
             raise ValueError(lines[-1].removeprefix("error: "))
-        report = json.loads(file.read_text(encoding="utf-8"))
+        rehearsal, report = read_rehearsal(str(file)), read_json(str(file), "--rehearse-json of pretrain_llama.py")
     steps = [float(seconds) for seconds in STEP_LINE.findall(done.stdout)]
-    return rank_row(case, report, steps, args.warmup, session.ceilings.matmul), _parts(report)
+    return rank_row(rehearsal, report, steps, args.warmup, session.ceilings.matmul), _parts(report)
 
 
-def rank_row(case: RankCase, report: dict, steps: list[float], warmup: int, matmul: float) -> dict:
-    """`report` of the rehearsal, seconds of all its steps, the first `warmup` of which do not count. `matmul` in FLOP/s."""
-    seconds = statistics.median(steps[warmup:])
+def rank_row(rehearsal: Rehearsal, report: dict, steps: list[float], warmup: int, matmul: float) -> dict:
+    """`report`: what `rehearsal` was read from. `steps`: seconds of all, the first `warmup` of which do not count. `matmul` in FLOP/s.
+
+    A step is all its micro-batches. A stub of attention computed nothing, so nothing is counted for it.
+    """
+    seconds, ranks = statistics.median(steps[warmup:]), rehearsal.job.schedule.ulysses_degree
+    tokens = rehearsal.micro_batches * rehearsal.job.tokens  # of this rank
+    pairs = 0 if rehearsal.attention.startswith(STUB) else rehearsal.attention_pairs  # of all ranks' heads
+    rate = model_flops_per_step(rehearsal.job.config, ranks * tokens, pairs) / ranks / seconds
     return {
-        "attention": report["attention"],
+        "attention": rehearsal.attention,
         "first_s": steps[0],
         "seconds": seconds,
-        "tokens_per_s_per_gpu": report["tokens_per_rank"] / seconds,
-        "model_tflops": case.model_flops / seconds / 1e12,
-        "matmul_share": case.model_flops / seconds / matmul,
+        "tokens_per_s_per_gpu": tokens / seconds,
+        "model_tflops": rate / 1e12,
+        "matmul_share": rate / matmul,
         "peak_gib": report["peak"] / GIB,
         "states_gib": report["states"] / GIB,
         "forward_u": report["layer_forward"] / report["u"],

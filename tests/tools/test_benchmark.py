@@ -74,6 +74,23 @@ def test_a_whole_rank(tool, tmp_path):
     assert {part["part"] for part in row["parts"]} >= {"attention", "mlp", "head", "other"}
 
 
+@pytest.mark.parametrize(
+    "changes, sequences, feed_forward, attention",
+    [
+        ("--global-batch-size 4 --micro-batch-size 2", 4, 768, 1), ("--ffn-hidden-size 64", 1, 64, 1),
+        ("--rehearse-attention stub", 1, 768, 0),
+    ],
+)  # fmt: skip
+def test_rates_of_a_rank_are_of_the_work_that_its_flags_make(tool, tmp_path, changes, sequences, feed_forward, attention):
+    flags = f"--model llama-tiny --num-layers 1 --ranks 4 --seq-length 512 --pretrain-flags {changes}"
+    (row,) = rows_of(tool, tmp_path, "rank", ["--warmup", 0, *flags.split()])
+    tokens, pairs = sequences * 128, sequences * 512 * 513 // 2  # on the rank; of a head, over all ranks
+    weights = 2 * 256 * 256 + 2 * 128 * 256 + 3 * feed_forward * 256 + 4096 * 256  # q and o; k and v; MLP; output head
+    flops = 6 * weights * tokens + attention * 3 * 4 * 8 * 32 * pairs / 4
+    assert row["tokens_per_s_per_gpu"] * row["seconds"] == pytest.approx(tokens)
+    assert row["model_tflops"] * row["seconds"] == pytest.approx(flops / 1e12)
+
+
 def test_what_pretrain_refuses_is_the_rows_problem(tool, tmp_path, capsys):
     flags = "rank --model llama-tiny --ranks 4 --seq-length 1K --pretrain-flags --loss-tile-size 0".split()
     assert tool.main([*flags[:1], *COMMON, *flags[1:]]) == 0
@@ -117,6 +134,7 @@ def test_flags_that_cannot_run_are_refused_at_once(tool, flags, message, capsys)
     [
         ("--seq-length 4096", "--pretrain-flags --seq-length contradicts the row"),
         ("--mlp-tile-size 256 --dtype=x --bf16", "--pretrain-flags --bf16 contradicts the row"),
+        ("--num-attention-heads 4", "--pretrain-flags --num-attention-heads contradicts the row"),
         ("--attention-mask=document", "counted by its own; a run without it works"),
     ],
 )
