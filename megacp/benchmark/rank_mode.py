@@ -143,7 +143,7 @@ def _measure(session: Session, case: RankCase) -> tuple[dict, list[dict]]:
 
 
 def rank_row(rehearsal: Rehearsal, report: dict, steps: list[float], warmup: int, matmul: float) -> dict:
-    """`report`: what `rehearsal` was read from. `steps`: seconds of all, the first `warmup` of which do not count. `matmul` in FLOP/s.
+    """`report`: what `rehearsal` was read from. `steps`: seconds of all; the first `warmup` do not count. `matmul` in FLOP/s.
 
     A step is all its micro-batches. A stub of attention computed nothing, so nothing is counted for it.
     """
