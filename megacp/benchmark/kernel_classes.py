@@ -16,7 +16,7 @@ moment to one class, the first of `CLASSES` that runs then; what is left is idle
 >>> [(name, a.busy_s, a.exposed_s) for name, a in accounts.items() if a.exposed_s]
 [('gemm', 2.0, 2.0), ('host copies', 3.0, 2.0), ('idle', 1.0, 1.0)]
 
-Names are those of CUDA kernels, or on a CPU of operators (`aten::mm`).
+Names are those of CUDA kernels, or on a CPU of operators (`aten::mm`) and of the range around an attention call.
 """
 
 import re
@@ -36,7 +36,9 @@ KERNEL_PATTERNS = (
     (r"rms_?norm|layer_?norm|softmax|rope|rotary|swiglu|cross_?entropy|elementwise|\breduce_kernel|triton", ELEMENTWISE),
     (r"gemm|nvjet|xmma|cublas|split_?k|cutlass", GEMM),
 )
+ATTENTION_RANGE = "attention call"
 OPERATOR_PATTERNS = (
+    (rf"^{ATTENTION_RANGE}$", ATTENTION),
     (r"^aten::_?(scaled_dot_product|flash_attention|efficient_attention)", ATTENTION),
     (r"^aten::(mm|addmm_?|bmm|baddbmm_?|matmul|linear|einsum|addmv|mv|dot)$", GEMM),
     (r"^aten::copy_$", DEVICE_COPIES),

@@ -7,22 +7,26 @@
     profile.phases["forward"].wall_s            # from begin to end of the block
 
 On a GPU only kernels and copies are recorded, not what the host does, which would slow it. On a CPU operators are: the outermost
-that has a class of its own, else the innermost, so that no moment counts twice.
+that has a class of its own, else the innermost, so that no moment counts twice. There the engine's calls of attention are named,
+for that of a query chunk is plain matrix products on a CPU.
 """
 
+import functools
 import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from megacp.benchmark.kernel_classes import ELEMENTWISE, Span, kernel_class
+from megacp.benchmark.kernel_classes import ATTENTION_RANGE, ELEMENTWISE, Span, kernel_class
+from megacp.planning.work import LAYER_PARTS
+from megacp.training.wrapping import wrapped
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 MICROSECOND = 1e-6
@@ -43,7 +47,8 @@ class KernelProfile:
     def __call__(self, name: str) -> Iterator[None]:
         """Profiles the block, which ends when all its work on the device is done."""
         activity = ProfilerActivity.CUDA if self._cuda else ProfilerActivity.CPU
-        with profile(activities=[activity]) as profiler:
+        named = [] if self._cuda else [(*call, _named) for call in LAYER_PARTS["attention"]]
+        with wrapped(named), profile(activities=[activity]) as profiler:
             start = time.perf_counter()
             yield
             wall_s = time.perf_counter() - start
@@ -54,6 +59,15 @@ class KernelProfile:
         self.phases[name] = Phase(spans_of(events), wall_s)
 
 
+def _named(attention: Callable) -> Callable:
+    @functools.wraps(attention)
+    def named(*args, **kwargs):
+        with record_function(ATTENTION_RANGE):
+            return attention(*args, **kwargs)
+
+    return named
+
+
 def spans_of(events: list[dict]) -> list[Span]:
     """Spans of a Chrome trace: its GPU's when there are any, else the CPU's operators."""
     complete = [event for event in events if event.get("ph") == "X"]
@@ -62,7 +76,7 @@ def spans_of(events: list[dict]) -> list[Span]:
         return [_span(event) for event in kernels]
     threads = defaultdict(list)
     for event in complete:
-        if event.get("cat") == "cpu_op":
+        if event.get("cat") == "cpu_op" or event["name"] == ATTENTION_RANGE:
             threads[event["pid"], event["tid"]].append(event)
     return [span for thread in threads.values() for span in _operators(thread)]
 

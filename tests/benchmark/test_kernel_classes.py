@@ -6,6 +6,8 @@ import torch
 from megacp.benchmark.kernel_classes import ATTENTION, CLASSES, COLLECTIVES, DEVICE_COPIES, ELEMENTWISE, GEMM, HOST_COPIES, IDLE
 from megacp.benchmark.kernel_classes import Span, account, kernel_class
 from megacp.benchmark.kernel_profile import KernelProfile, spans_of
+from megacp.context_parallel import engine
+from megacp.kernels.attention import Documents
 
 # As the profiler shows them, shortened.
 KERNELS = {
@@ -114,3 +116,19 @@ def test_a_profile_on_the_cpu_finds_products_and_waiting():
     accounts = account(phase.spans, phase.wall_s)
     assert accounts[GEMM].count == 3 and 0 < accounts[GEMM].exposed_s < phase.wall_s
     assert sum(a.exposed_s for a in accounts.values()) == pytest.approx(phase.wall_s)
+
+
+@pytest.mark.parametrize("queries", [64, 128])  # a query chunk, and all
+def test_attention_on_the_cpu_is_attention_whatever_operators_it_is_made_of(queries):
+    q, do = torch.randn(2, queries, 4, 16)
+    k, v = torch.randn(2, 128, 2, 16)
+    documents, profile = Documents((0, 128)), KernelProfile(torch.device("cpu"))
+    with profile("forward"):
+        o, lse = engine.attention_forward(q, k, v, documents, 0.25, "torch")
+        torch.randn(8, 8) @ torch.randn(8, 8)
+    with profile("backward"):
+        engine.attention_backward(do, q, k, v, o, lse, documents, 0.25, "torch")
+    for name, products in ("forward", 1), ("backward", 0):
+        accounts = account(profile.phases[name].spans, profile.phases[name].wall_s)
+        assert (accounts[ATTENTION].count, accounts[GEMM].count) == (1, products)
+        assert 0 < accounts[ATTENTION].exposed_s <= profile.phases[name].wall_s

@@ -46,6 +46,14 @@ def test_activations_on_disk_and_the_row_after_them(tool, tmp_path):
     assert done[0] == done[1]  # the same products, wherever the activations are
 
 
+def test_attention_of_query_chunks_is_told_on_a_cpu_too(tool, tmp_path):
+    flags = [*LAYER[1:], "--seq-length", "2K", "--heads-per-stage", "4", "--query-chunk", "256", "all"]
+    chunked, whole = ({(p["phase"], p["part"]): p for p in row["parts"]} for row in rows_of(tool, tmp_path, "layer", flags))
+    for phase in ("forward", "backward"):
+        assert chunked[phase, "attention"]["work"] == whole[phase, "attention"]["work"]
+        assert chunked[phase, "gemm"]["count"] == whole[phase, "gemm"]["count"]  # the same tiles are projected
+
+
 def test_attention_by_backend_and_documents_skips_what_refuses(tool, tmp_path):
     flags = "--seq-length 512 --heads 2:1 --head-dim 16 --documents 1 8 --lengths equal uneven".split()
     rows = rows_of(tool, tmp_path, "attention", [*flags, "--attention-backend", "fa4", "torch", "reference"])
