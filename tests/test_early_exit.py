@@ -55,6 +55,10 @@ def test_the_first_rank_whose_time_is_up_ends_the_run_of_all(tmp_path, minutes_a
     assert f"--exit-duration-in-mins 30: stopped after step 1, saved in {tmp_path / 'ckpt'}; --load" in output
     assert steps(tmp_path / "log") == [1] and not (tmp_path / "log.valid").exists(), "nor is there time for an evaluation"
     assert (tmp_path / "ckpt" / "iter_0000001").is_dir()
+    exits([*flags, "--load", tmp_path / "ckpt", "--train-iters", 3])
+    assert steps(tmp_path / "log") == steps(tmp_path / "log.valid") == [1, 2, 3], "the run that goes on makes up for it"
+    exits([*flags, "--load", tmp_path / "ckpt", "--train-iters", 3])
+    assert steps(tmp_path / "log.valid") == [1, 2, 3], "nothing is left to do"
 
 
 def test_a_run_that_saves_nothing_says_so_and_one_in_time_trains_to_its_end(tmp_path):

@@ -1,5 +1,6 @@
 """The scripts that install and launch, with a stand-in for the environment's Python that writes down what it is asked to do."""
 
+import functools
 import os
 import re
 import signal
@@ -242,7 +243,8 @@ def test_messages_of_all_tools_are_shown(measuring):
 def started(script, variables, log):
     """The running script, once one of its commands hangs."""
     told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(["bash", *script], cwd=ROOT, env=variables, **told)
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background ignores it, and that is inherited
+    process = subprocess.Popen(["bash", *script], cwd=ROOT, env=variables, preexec_fn=heard, **told)
     deadline = time.monotonic() + 30
     while not log.with_name("hanging").exists():
         assert process.poll() is None and time.monotonic() < deadline, process.terminate()

@@ -167,6 +167,7 @@ class TrainingRun:
             def interrupted() -> bool:
                 return termination.received(ranks)
 
+            self._evaluate(self._parts_owed(logger), logger, interrupted)  # once interrupted, the loop ends after a step as ever
             while self.iteration < args.train_iters:
                 record = self._step()
                 if logger is not None:
@@ -176,7 +177,7 @@ class TrainingRun:
                 if args.save and saving:
                     self._save()
                 if not stopping and self.evaluator is not None:
-                    stopping = not self._evaluate(logger, interrupted)
+                    stopping = not self._evaluate(self._parts_due(), logger, interrupted)
                     if args.save and stopping and not saving:
                         self._save()
                 if stopping or leaving and self.iteration < args.train_iters:
@@ -192,11 +193,23 @@ class TrainingRun:
     def _due(self, interval: int | None) -> bool:
         return bool(interval) and self.iteration % interval == 0
 
-    def _evaluate(self, logger: MetricsLogger | None, interrupted: Callable[[], bool]) -> bool:
-        """The evaluations that follow this step, if any. Returns whether they went to their end, not `interrupted`."""
+    def _parts_due(self) -> list[str]:
+        """What is evaluated after this step."""
         finished = self.iteration == self.args.train_iters
         parts = ["valid"] if finished or self._due(self.args.eval_interval) else []
-        parts += ["test"] if finished and self.evaluator.has_test else []
+        return parts + (["test"] if finished and self.evaluator.has_test else [])
+
+    def _parts_owed(self, logger: MetricsLogger | None) -> list[str]:
+        """Of a resumed run what the log lacks after the step that it goes on from: it stopped before, or in its evaluation."""
+        if self.evaluator is None or not self.can_go_on:
+            return []
+        parts = [logger is not None and logger.lacks_evaluation(part, self.iteration) for part in self._parts_due()]
+        owed = torch.tensor(parts, dtype=torch.int32, device=self.device)
+        dist.broadcast(owed, src=0)  # the first rank has the log
+        return [part for part, is_owed in zip(self._parts_due(), owed.tolist()) if is_owed]
+
+    def _evaluate(self, parts: list[str], logger: MetricsLogger | None, interrupted: Callable[[], bool]) -> bool:
+        """Evaluates these parts, if any. Returns whether that went to its end, not `interrupted`."""
         for part in parts:
             with self._saving_when_unreadable(f"evaluation on the {part} data after step {self.iteration} not finished"):
                 record = self.evaluator.evaluate(part, self.iteration, interrupted)

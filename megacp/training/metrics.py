@@ -164,8 +164,9 @@ class MetricsLogger:
 
     `first_step` is the step of the first record to come. Records of it and later ones that a previous run left in `jsonl` and
     beside it are dropped, so that no step is there twice: this run takes those steps again. A run from the start goes on from
-    none, so it moves the former files aside and says so; one that `branches` off another, which stays, keeps a copy aside. `head`: what the first record tells beside its own keys, such as the job
-    that those up to the next head are of. `stream` None is standard output. Use as a context manager.
+    none, so it moves the former files aside and says so; one that `branches` off another, which stays, keeps a copy aside. `head`:
+    what the first record tells beside its own keys, such as the job that those up to the next head are of. `stream` None is
+    standard output. Use as a context manager.
     """
 
     def __init__(
@@ -237,6 +238,11 @@ class MetricsLogger:
         if self._jsonl is not None:
             with self._giving_up_jsonl(record.step), self._evaluation_paths[record.part].open("a", encoding="utf-8") as file:
                 file.write(json_line(record.values()) + "\n")
+
+    def lacks_evaluation(self, part: str, step: int) -> bool:
+        """Whether `jsonl`'s file of this part tells nothing of the step; False without `jsonl`."""
+        path = self._evaluation_paths.get(part)
+        return path is not None and not (path.exists() and any(there == step for there, _ in _records(path)))
 
     def close(self) -> None:
         if self._tensorboard is not None:

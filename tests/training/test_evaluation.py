@@ -190,6 +190,8 @@ def test_a_signal_during_evaluation_ends_the_run_with_a_checkpoint(data, tmp_pat
     run_distributed(_train_interrupted_in_its_evaluation, 1, [str(flag) for flag in flags])
     assert [r["step"] for r in records(tmp_path / "log")] == [1, 2]
     assert (tmp_path / "iter_0000002").is_dir()
+    train([*flags, "--load", tmp_path, "--train-iters", 4])
+    assert [r["step"] for r in records(tmp_path / "log.valid")] == [2, 4], "what was interrupted is made up for"
 
 
 def _main_with_errors_in_files(rank, world_size, flags, folder):
