@@ -201,12 +201,13 @@ class TrainingRun:
 
     def _parts_owed(self, logger: MetricsLogger | None) -> list[str]:
         """Of a resumed run what the log lacks after the step that it goes on from: it stopped before, or in its evaluation."""
-        if self.evaluator is None or not self.can_go_on:
+        due = self._parts_due() if self.evaluator is not None and self.can_go_on else []
+        if not due:
             return []
-        parts = [logger is not None and logger.lacks_evaluation(part, self.iteration) for part in self._parts_due()]
-        owed = torch.tensor(parts, dtype=torch.int32, device=self.device)
+        owed = [logger is not None and logger.lacks_evaluation(part, self.iteration) for part in due]
+        owed = torch.tensor(owed, dtype=torch.int32, device=self.device)
         dist.broadcast(owed, src=0)  # the first rank has the log
-        return [part for part, is_owed in zip(self._parts_due(), owed.tolist()) if is_owed]
+        return [part for part, is_owed in zip(due, owed.tolist()) if is_owed]
 
     def _evaluate(self, parts: list[str], logger: MetricsLogger | None, interrupted: Callable[[], bool]) -> bool:
         """Evaluates these parts, if any. Returns whether that went to its end, not `interrupted`."""
