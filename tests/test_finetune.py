@@ -156,6 +156,10 @@ def test_an_older_checkpoint(first_phase, tmp_path):
     _output_of([*FIRST, "--load", copy, "--save", copy, "--ckpt-step", 2, "--train-iters", 4])
     assert sorted(path.name for path in copy.glob("iter_*")) == ["iter_0000002", "iter_0000004"], "step 3 was left behind"
 
+    copy = shutil.copytree(folder, tmp_path / "again_saved")
+    _output_of([*FIRST, "--load", copy, "--save", copy, "--ckpt-step", 2, "--train-iters", 4, "--save-interval", 1])
+    assert sorted(path.name for path in copy.glob("iter_*")) == ["iter_0000003", "iter_0000004"], "this step 3 is its own"
+
 
 def _main_with_errors_in_files(rank, world_size, flags, folder):
     sys.stderr = (folder / f"errors{rank}").open("w")

@@ -149,15 +149,15 @@ def publish(directory: Path, manifest: Manifest) -> Path:
 def prune(directory: Path, keep: int | None, just_saved: int, abandoned: Collection[int] = ()) -> None:
     """Removes all but the `keep` checkpoints saved last (0 or None: none is removed) and the one just replaced.
 
-    `abandoned` iterations, which this run did not go on from, go before all others. One whose manifest is damaged stays: it may be newer.
+    `abandoned` iterations, which this run did not go on from, go before all others. One whose manifest is damaged stays: it may
+    be newer.
     """
     replaced = directory / (folder_name(just_saved) + REPLACED)
     if replaced.exists():
         discard(replaced)
     if keep:
         readable = {step: path for step, path in complete_checkpoints(directory).items() if _save_number(path) < float("inf")}
-        left_behind = set(abandoned) - {just_saved}
-        for step in sorted(readable, key=lambda step: step not in left_behind)[:-keep]:
+        for step in sorted(readable, key=lambda step: step not in abandoned)[:-keep]:
             discard(readable[step])
 
 

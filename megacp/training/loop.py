@@ -284,6 +284,7 @@ class TrainingRun:
             "data_fingerprint": self.data_fingerprint,
             "args": {name: value for name, value in vars(self.args).items() if not name.startswith("_")},
         }
+        self.abandoned = [step for step in self.abandoned if step != self.iteration]  # it is this run's own now
         save_checkpoint(
             self.args.save, self.iteration, self.model, self.optimizer, state, keep=self.args.ckpt_keep, abandoned=self.abandoned
         )

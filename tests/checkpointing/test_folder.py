@@ -79,12 +79,12 @@ def test_keep(tmp_path, keep, left):
 
 
 def test_what_a_run_went_back_from_goes_first(tmp_path):
-    """Gone on from 20: 30 is left behind, though saved later. In the last save 30 is this run's own."""
+    """Gone on from 20: 30 is left behind, though saved later, until this run saves it itself."""
     for iteration in (10, 20, 30):
         save(tmp_path, iteration)
-    for iteration, left in [(40, [20, 40]), (50, [40, 50]), (30, [30, 50])]:
+    for iteration, abandoned, left in [(40, [30], [20, 40]), (50, [30], [40, 50]), (30, [], [30, 50]), (60, [], [30, 60])]:
         save(tmp_path, iteration)
-        folder.prune(tmp_path, 2, iteration, abandoned=[30])
+        folder.prune(tmp_path, 2, iteration, abandoned)
         assert folders(tmp_path) == [folder.folder_name(step) for step in left]
 
 
