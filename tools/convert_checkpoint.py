@@ -37,13 +37,13 @@ from torch import Tensor
 from megacp.argument_checks import ArgumentError, check_rope_scaling
 from megacp.arguments import COUNT, HelpFormatter, add_rope_flags, rope_scaling_from_args
 from megacp.checkpointing.distributed import CheckpointError
-from megacp.checkpointing.file_lock import Locked, lock_file
 from megacp.checkpointing.huggingface import HuggingFaceWeights, hugging_face_name
 from megacp.checkpointing.huggingface_config import CONFIG, config_to_hugging_face, read_config
 from megacp.checkpointing.meta import MetaWeights
 from megacp.checkpointing.model_weights import PretrainedError, TensorInfo
 from megacp.checkpointing.safetensors_folder import write_sharded
 from megacp.checkpointing.weights import SavedWeights, save_weights
+from megacp.file_lock import Locked, lock_file
 from megacp.model.config import ModelConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

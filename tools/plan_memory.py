@@ -68,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=COUNT, metavar="N", help="GPUs of the job")
     question = parser.add_mutually_exclusive_group()
     question.add_argument("--longest", action="store_true", help=f"the longest --seq-length that fits, to {LEAST_TILE:,} tokens a rank or one MLP tile if that is less")
-    question.add_argument("--fewest-gpus", action="store_true", help="the smallest number of GPUs that --seq-length fits on, of the context sizes that the heads allow and the largest doubled on")
+    question.add_argument("--fewest-gpus", action="store_true",
+        help="the smallest number of GPUs that --seq-length fits on, of the context sizes that the heads allow, the largest doubled on")  # fmt: skip
     question.add_argument("--rehearsal", nargs="+", metavar="FILE", help="reports of rehearsals: predicted against rehearsed peak")
     parser.add_argument("--measured", nargs="+", default=[], metavar="FILE", help="logs of real runs, one for each --rehearsal")
     parser.add_argument("--gpu", metavar="NAME", help="A100, H100, H200 or B200, for its speeds (default: of --calibrate, else H100)")

@@ -51,7 +51,7 @@ class SavedWeights:
             which = f"of iteration {iteration}; there are {sorted(found)}" if found else "in it"
             if folder.is_checkpoint(self.directory):
                 step = int(self.directory.absolute().name.removeprefix("iter_"))
-                which = f"in it, for it is one itself; {self.directory.absolute().parent} with iteration {step} works"
+                which = f"in it, for it is one itself; {self.directory.absolute().parent} with --iteration {step} works"
             raise CheckpointError(f"{directory}: there is no complete checkpoint {which}")
         path = list(found.values())[-1] if iteration is None else found[iteration]
         try:

@@ -54,7 +54,7 @@ class IndexedDataset:
         self._check_files_exist()
         self._read_index()
         self._check_index()
-        self._bin = open(self.bin_path, "rb", buffering=0)  # not mapped: a page that cannot be read would end the process without a word
+        self._bin = open(self.bin_path, "rb", buffering=0)  # not mapped: a page that cannot be read would end the process by SIGBUS
 
     def _check_files_exist(self) -> None:
         for path in (self.idx_path, self.bin_path):

@@ -12,7 +12,6 @@ sizes of the last whole line are true after a kill or a power cut; what lies beh
 """
 
 import array
-import fcntl
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ import numpy as np
 from megacp.data.files import file_sha256, flush_to_disk, sync_folder
 from megacp.data.indexed_dataset import DatasetError, IndexedDatasetBuilder
 from megacp.data.manifest import MANIFEST, Manifest
+from megacp.file_lock import Locked, lock_file
 
 DIGEST_BYTES = 16
 
@@ -38,18 +38,15 @@ class PartialDataset(IndexedDatasetBuilder):
         self.folder = Path(f"{prefix}.partial")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.folder / "lock", "w")
+            self._lock = lock_file(self.folder / "lock")
+        except Locked as other:
+            raise DatasetError(f"--output-prefix {prefix}: another process is writing {self.folder} ({other}); wait for it") from None
         except OSError as error:
             raise DatasetError(f"--output-prefix {prefix}: cannot be written ({error}); a folder of your own works") from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise DatasetError(f"--output-prefix {prefix}: another process is writing {self.folder}; wait for it") from None
-        try:
             self._begin(prefix, dtype, options, restart)
         except BaseException:
-            self._lock.close()
+            self._unlock()
             raise
 
     def _begin(self, prefix: str, dtype: np.dtype, options: dict, restart: bool) -> None:
@@ -99,7 +96,11 @@ class PartialDataset(IndexedDatasetBuilder):
             file.close()
         if self._done or self.last is None:  # nothing here that a later run could use
             shutil.rmtree(self.folder)
-        self._lock.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:  # None: the file system has no locks
+            self._lock.close()
 
     def add_digest(self, digest: bytes) -> bool:
         """False when it is there already."""

@@ -37,12 +37,11 @@ def _check_vocab_size(where: str, token: int, vocab_size: int | None) -> None:
 
 def token_range(indexed: IndexedDataset) -> tuple[int, int]:
     """(smallest, largest) id of the file; (0, -1) when it holds none."""
-    tokens = np.memmap(indexed.bin_path, indexed.dtype, mode="r") if indexed.bin_path.stat().st_size else np.empty(0, indexed.dtype)
     low, high = 0, -1
-    for first in range(0, len(tokens), SCAN_TOKENS):
-        chunk = tokens[first : first + SCAN_TOKENS]
-        least, most = int(chunk.min()), int(chunk.max())
-        low, high = (least, most) if first == 0 else (min(low, least), max(high, most))
+    with open(indexed.bin_path, "rb") as file:
+        while len(chunk := np.fromfile(file, indexed.dtype, SCAN_TOKENS)):
+            least, most = int(chunk.min()), int(chunk.max())
+            low, high = (least, most) if high < low else (min(low, least), max(high, most))
     return low, high
 
 

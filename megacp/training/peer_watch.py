@@ -17,10 +17,11 @@
 
 Each rank holds a TCP connection to rank 0, which passes on what it hears. The system closes the connections of a process that is
 gone, however it went. A host that is gone, or cut off, is noticed within a minute: its system acknowledges neither rank 0's pings
-(one every 15 s, each given 30 s) nor probes of an idle connection. A rank that computes, saves or is stopped for an hour is not gone,
-as its system acknowledges for it: that it does not answer is told, and ends nothing. When a collective then times out, the error
-names it. A rank whose main thread hangs answers still, and is not told from one that computes. A thread listens, and ends the process itself: the main thread may be in a collective or wait for the GPU, and a launcher's
-SIGTERM would only make it wish to finish the step.
+(one every 15 s, each given 30 s) nor probes of an idle connection. A rank that computes, saves or is stopped for an hour is not
+gone, as its system acknowledges for it: that it does not answer is told, and ends nothing. When a collective then times out, the
+error names it. A rank whose main thread hangs answers still, and is not told from one that computes. A thread listens, and ends the
+process itself: the main thread may be in a collective or wait for the GPU, and a launcher's SIGTERM would only make it wish to
+finish the step.
 """
 
 import os

@@ -12,7 +12,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from megacp.argument_checks import ArgumentError
-from megacp.checkpointing.file_lock import Locked, lock_file
+from megacp.file_lock import Locked, lock_file
 
 NAME = ".lock"
 WAIT_S, POLL_S = 60.0, 0.5

@@ -8,8 +8,9 @@
 import argparse
 from dataclasses import dataclass
 
-from megacp.data.dataset import MockDataset, SequenceDataset, build_dataset, build_datasets, data_fingerprint
-from megacp.data.dataset import dataset_prefixes
+from megacp.data.dataset import (
+    MockDataset, SequenceDataset, build_dataset, build_datasets, data_fingerprint, dataset_prefixes,
+)  # fmt: skip
 from megacp.data.indexed_dataset import DatasetError
 from megacp.data.manifest import check_tokenizer
 from megacp.data.tokenizer import build_tokenizer

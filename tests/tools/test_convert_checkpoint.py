@@ -227,7 +227,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
     converted("megacp", "hf", expect=2, input=tmp_path / "hf", output=tmp_path / "back")
     assert "there is no complete checkpoint in it" in capsys.readouterr().err
     converted("megacp", "hf", expect=2, input=tmp_path / "ours" / "iter_0000000", output=tmp_path / "back")
-    assert f"in it, for it is one itself; {tmp_path / 'ours'} with iteration 0 works" in capsys.readouterr().err
+    assert f"in it, for it is one itself; {tmp_path / 'ours'} with --iteration 0 works" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()
 
 

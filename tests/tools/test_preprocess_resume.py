@@ -277,7 +277,7 @@ class TestGoingOn:
 
     def test_not_while_another_process_writes(self, interrupted):
         with PartialDataset(str(interrupted.folder / "y"), "<u2", {}) as other:
-            with pytest.raises(DatasetError, match="another process is writing .*y.partial; wait for it"):
+            with pytest.raises(DatasetError, match=r"another process is writing .*y.partial \(process \d+ on .*\); wait for it"):
                 PartialDataset(str(interrupted.folder / "y"), "<u2", {})
             assert other.last is None
 
